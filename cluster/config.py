@@ -1,0 +1,76 @@
+"""What a user may set about a cluster, checked and with defaults; the same for the CLI, YAML and Python.
+
+Knows settings; knows nothing of Ray, torch or how a setting is carried out.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import InvalidConfig
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(value: Any) -> Any:
+    """`2GiB` -> 2147483648; integers and None pass. Raises ValueError for anything that is not a size."""
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", str(value), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"not a size in bytes: {value!r} (examples: 2GiB, 512MiB, 1000000)")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class ClusterConfig(BaseModel):
+    """One served model and the worker group that runs it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="local folder, .gguf file, hub id org/name[@revision], or a built-in name")
+    served_model_name: str | None = Field(None, description="the name in the API; default: from `model`")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="ranks that hold the model together")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(None, ge=1, description="tokens a sequence may have; default: the model's")
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="bytes of KV cache over all ranks; default on CPU: min(2 GiB, 25% of what is free)",
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
+    max_num_seqs: int = Field(256, ge=1, description="sequences in one step at the most")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step at the most")
+    max_waiting_requests: int = Field(512, ge=1, description="more than this many waiting: 429")
+    max_steps_in_flight: int = Field(2, ge=1, le=2)
+    batch_invariant: bool = Field(True, description="equal bits for a sequence in any batch")
+    step_deadline_s: float = Field(60.0, gt=0, description="a step that takes longer is a failure")
+    start_deadline_s: float = Field(600.0, gt=0, description="placing, loading and connecting the ranks")
+    drain_deadline_s: float = Field(60.0, ge=0, description="running streams get this long after SIGTERM")
+
+    @model_validator(mode="after")
+    def _budget_covers_sequences(self) -> "ClusterConfig":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs one token a step"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the API serves the model."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+    @classmethod
+    def parse(cls, settings: dict[str, Any]) -> "ClusterConfig":
+        """Validate raw settings. Raises `InvalidConfig` with one line for each mistake."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
+            raise InvalidConfig("; ".join(lines)) from None

@@ -1,0 +1,50 @@
+"""What a runner needs of a model, and what a model needs of a runner: two protocols and no more.
+
+Knows tensors of flat token batches; knows nothing of KV blocks, which stay behind `AttentionContext`.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionContext(Protocol):
+    """A layer's only way to KV memory and attention kernels, for the batch of one step."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [tokens, local query heads, head_dim]
+        key: Tensor,  # [tokens, local KV heads, head_dim], rotated
+        value: Tensor,  # [tokens, local KV heads, head_dim]
+    ) -> Tensor:  # [tokens, local query heads, head_dim]
+        """Write `key` and `value` to the cache of `layer`, then attend causally over each sequence so far."""
+        ...
+
+
+class ShardedModel(Protocol):
+    """One rank's shard of a decoder-only language model."""
+
+    num_layers: int
+    num_local_query_heads: int
+    num_local_kv_heads: int
+    head_dim: int
+    vocab_size: int  # of the whole model, without padding
+    local_vocab_start: int  # first vocabulary id whose logits this rank computes
+    local_vocab_size: int  # how many of them, without padding; ranks cover the vocabulary in rank order
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [tokens] int64
+        positions: Tensor,  # [tokens] int64
+        attention: AttentionContext,
+    ) -> Tensor:  # [tokens, hidden]
+        """Final hidden states, after the last norm; equal on every rank."""
+        ...
+
+    def local_logits(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+    ) -> Tensor:  # [rows, local_vocab_size] float32
+        """Logits of the vocabulary ids [local_vocab_start, local_vocab_start + local_vocab_size)."""
+        ...

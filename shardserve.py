@@ -1,0 +1,28 @@
+"""The public face: `from shardserve import Client, LLM, SamplingParams, build`.
+
+Each name is loaded when first used (PEP 562), so that importing the client loads no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.application import build
+    from cluster.client import Client
+    from cluster.generation import SamplingParams
+    from cluster.llm import LLM
+
+__all__ = ["LLM", "Client", "SamplingParams", "build"]
+
+_HOMES = {
+    "Client": "cluster.client",
+    "LLM": "cluster.llm",
+    "SamplingParams": "cluster.generation",
+    "build": "cluster.application",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardserve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

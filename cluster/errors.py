@@ -2,6 +2,7 @@
 
     ShardserveError
      |- InvalidRequest      the user's mistake: names the field and the numbers             (400)
+     |   `- ContextOverflow     prompt and output do not fit into the context               (400)
      |- ModelNotFound       no such model here                                              (404)
      |- Overloaded          more waiting than the limit; try again after some seconds       (429)
      |- Unavailable         no token can be made now: starting, recovering or draining      (503)
@@ -27,6 +28,10 @@ class InvalidRequest(ShardserveError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt and output together are longer than the context. Clients tell it apart to shorten and try again."""
 
 
 class ModelNotFound(ShardserveError):

@@ -1,0 +1,165 @@
+"""Groups over the network: gloo for CPU ranks on several hosts, NCCL for CUDA ranks.
+
+Each group owns its process group and its store and leaves no default group of torch.distributed behind, so several
+incarnations can follow each other in one process. NCCL is not exercised where there is no GPU.
+
+Knows torch.distributed; knows nothing of models, plans or Ray.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from workers.errors import GroupBroken
+
+_log = logging.getLogger(__name__)
+
+dist: Any = torch.distributed  # its annotations leave out most of what this module calls
+
+_PIECE_BYTES = 4 * 2**20  # gloo sums need size times this much for the parts of all ranks
+
+Kind = Literal["gloo", "nccl"]
+
+
+class TorchRendezvous:
+    """The key-value store through which ranks find each other. Rank 0 opens it; it lives as long as the group."""
+
+    def __init__(self, kind: Kind, host: str, size: int, deadline_s: float) -> None:
+        self.store = dist.TCPStore(
+            host, 0, size, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+        )
+        self.address = f"{kind}:{host}:{self.store.port}"
+
+    def close(self) -> None:
+        """Nothing to do: the port closes with the last user of the store, which is the group."""
+
+
+def join_torch_group(
+    kind: str, place: str, rank: int, size: int, *, deadline_s: float, step_deadline_s: float, rendezvous: object
+) -> "GlooGroup | NcclGroup":
+    """Connect to the ranks that meet at `place`, "host:port". Raises `GroupBroken` when some do not come."""
+    deadline = timedelta(seconds=deadline_s)
+    try:
+        if isinstance(rendezvous, TorchRendezvous):
+            store = rendezvous.store
+        else:
+            host, _, port = place.rpartition(":")
+            store = dist.TCPStore(host, int(port), size, is_master=False, timeout=deadline, wait_for_workers=False)
+        if kind == "nccl":
+            return NcclGroup(store, rank, size, step_deadline_s)
+        return GlooGroup(store, rank, size, deadline, step_deadline_s)
+    except (RuntimeError, ValueError) as error:
+        raise GroupBroken(
+            f"rank {rank}: no {kind} group of {size} at {place} within {deadline_s:g} s: {error}"
+        ) from error
+
+
+class GlooGroup:
+    """Collectives over TCP. A sum gathers the parts and adds them in rank order: gloo's own order is another."""
+
+    transport = "gloo"
+
+    def __init__(self, store: Any, rank: int, size: int, join_deadline: timedelta, step_deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._deadline_s = step_deadline_s
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=join_deadline)
+        self._store = store
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        result = tensor if tensor.is_contiguous() else tensor.contiguous()
+        for piece in torch.split(result.view(-1), _PIECE_BYTES // tensor.element_size()):
+            parts = self._gather(piece, "all_reduce")
+            piece.copy_(sum_in_order(parts))
+        return result
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._gather(tensor.contiguous(), "all_gather")
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        result = tensor.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._finish("broadcast", lambda: self._group.broadcast([result], options))
+        return result
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+    def _gather(self, tensor: Tensor, operation: str) -> Tensor:
+        parts = tensor.new_empty((self.size, *tensor.shape))
+        self._finish(operation, lambda: self._group.allgather([list(parts.unbind())], [tensor]))
+        return parts
+
+    def _finish(self, operation: str, start: Callable[[], Any]) -> None:
+        try:
+            start().wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise GroupBroken(
+                f"rank {self.rank}: {operation} over gloo did not complete within {self._deadline_s:g} s: {error}"
+            ) from error
+
+
+class NcclGroup:
+    """Collectives between GPUs. NCCL's own order of summation is used: it is fixed for a given group and size.
+
+    Its operations are queued on the current stream: a peer's death shows when the step's result is read, or when
+    the watchdog, whose timeout is the step deadline, aborts the communicator.
+    """
+
+    transport = "nccl"
+
+    def __init__(self, store: Any, rank: int, size: int, step_deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=step_deadline_s)
+        self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        self._store = store
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        result = tensor.contiguous()
+        self._start("all_reduce", lambda: self._group.allreduce([result], dist.AllreduceOptions()))
+        return result
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        result = tensor.new_empty((self.size, *tensor.shape))
+        source = tensor.contiguous()
+        self._start("all_gather", lambda: self._group._allgather_base(result, source, dist.AllgatherOptions()))
+        return result
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        result = tensor.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._start("broadcast", lambda: self._group.broadcast([result], options))
+        return result
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.abort()
+
+    def _start(self, operation: str, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()  # orders the current stream after the collective; does not block this thread
+        except RuntimeError as error:
+            raise GroupBroken(f"rank {self.rank}: {operation} over NCCL failed: {error}") from error
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Sum over the first dimension, in its order; 16-bit floats in float32, to be rounded once by the caller."""
+    half = parts.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].to(torch.float32) if half else parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total

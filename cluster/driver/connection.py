@@ -1,0 +1,230 @@
+"""An ingress's connection to one driver: every request of the ingress over one streaming subscription.
+
+Demultiplexes deltas to per-request inboxes that merge what waits, renews the lease, and after a driver's death
+fails what was open and subscribes again. One connection a driver; an ingress with several drivers holds several.
+Lives on one event loop. Knows tokens and a driver's calls; knows nothing of text, HTTP or Ray.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, assert_never
+
+from cluster.driver.delta_codec import Closed, Deltas, Hello, decode
+from cluster.driver.handle import DriverHandle
+from cluster.driver.status import DriverStatus
+from cluster.driver.subscriptions import HEARTBEAT_S, LEASE_S, merge
+from cluster.errors import GenerationFailed, ShardserveError, Unavailable
+from cluster.generation import FinishReason, GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+SUBMIT_DEADLINE_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 2.0
+
+
+class _Inbox:
+    """The deltas of one request that nobody has taken yet: at most one for each choice."""
+
+    def __init__(self, choices: int) -> None:
+        self.open_choices = set(range(choices))
+        self._pending: dict[int, TokenDelta] = {}
+        self._error: ShardserveError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        if delta.choice not in self.open_choices:
+            return
+        waiting = self._pending.get(delta.choice)
+        self._pending[delta.choice] = delta if waiting is None else merge(waiting, delta)
+        if delta.finish_reason is not None:
+            self.open_choices.discard(delta.choice)
+        self._changed.set()
+
+    def finish(self, choice: int) -> None:
+        self.open_choices.discard(choice)
+        self._pending.pop(choice, None)
+        self._changed.set()
+
+    def fail(self, error: ShardserveError) -> None:
+        self._error = self._error or error
+        self.open_choices.clear()
+        self._changed.set()
+
+    async def deltas(self) -> AsyncIterator[TokenDelta]:
+        while True:
+            while self._pending:
+                delta = self._pending.pop(next(iter(self._pending)))
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise GenerationFailed(delta.error or "the engine failed")
+                yield delta
+            if self._error is not None:
+                raise self._error
+            if not self.open_choices:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class DriverConnection:
+    """A `TokenSource` across the cluster. Start it on the loop that will use it; close it when done."""
+
+    def __init__(self, driver: DriverHandle) -> None:
+        self._driver = driver
+        self._subscriber_id = uuid.uuid4().hex
+        self._lease_id: str | None = None  # None: no driver at the moment
+        self._inboxes: dict[str, _Inbox] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+        self._connected = asyncio.Event()
+        self._lease_lost = asyncio.Event()
+        self._status: DriverStatus | None = None
+        self._cause = "the driver is starting"
+
+    @property
+    def unavailable_because(self) -> str | None:
+        """Why no token can be made now; None when one can."""
+        if self._lease_id is None:
+            return self._cause
+        return self._status.failure if self._status is not None else None
+
+    @property
+    def status(self) -> DriverStatus | None:
+        """What the driver said at its last heartbeat."""
+        return self._status
+
+    def start(self) -> None:
+        self._loops = [asyncio.create_task(self._keep_subscribed()), asyncio.create_task(self._keep_lease())]
+
+    async def wait_connected(self, deadline_s: float) -> None:
+        """Raises `Unavailable` when there is no driver by the deadline."""
+        try:
+            await asyncio.wait_for(self._connected.wait(), deadline_s)
+        except TimeoutError:
+            raise Unavailable(f"no driver within {deadline_s:g} s: {self._cause}") from None
+
+    async def close(self) -> None:
+        """End the subscription; open requests fail. Idempotent."""
+        tasks = [*self._loops, *self._background]
+        self._loops = []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._disconnect("the ingress is stopping")
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """See `TokenSource.stream`."""
+        if self._lease_id is None:
+            raise Unavailable(self._cause)
+        inbox = _Inbox(request.sampling.n)
+        self._inboxes[request.request_id] = inbox
+        submission = asyncio.ensure_future(self._driver.submit(self._subscriber_id, request))
+        try:
+            try:
+                await asyncio.wait_for(asyncio.shield(submission), SUBMIT_DEADLINE_S)
+            except TimeoutError:
+                raise Unavailable(f"the driver did not take the request within {SUBMIT_DEADLINE_S:g} s") from None
+            async for delta in inbox.deltas():
+                yield delta
+        finally:
+            del self._inboxes[request.request_id]
+            if inbox.open_choices:
+                self._spawn(self._abort_after(submission, request.request_id))
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        """See `TokenSource.finish_choice`."""
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None and choice in inbox.open_choices:
+            inbox.finish(choice)
+            self._spawn(self._abort(request_id, choice))
+
+    async def _abort_after(self, submission: "asyncio.Future[None]", request_id: str) -> None:
+        """A request that is still on its way could otherwise overtake its own abort."""
+        with suppress(ShardserveError):
+            await submission
+            await self._driver.abort(request_id)
+
+    async def _abort(self, request_id: str, choice: int) -> None:
+        with suppress(ShardserveError):  # a driver that is gone needs no abort
+            await self._driver.abort(request_id, choice)
+
+    async def _keep_subscribed(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._read_while_leased()
+                backoff_s = _FIRST_BACKOFF_S
+            except ShardserveError as error:
+                self._disconnect(str(error))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(_LAST_BACKOFF_S, backoff_s * 2)
+
+    async def _read_while_leased(self) -> None:
+        self._lease_lost.clear()
+        reader = asyncio.create_task(self._read())
+        loss = asyncio.create_task(self._lease_lost.wait())
+        try:
+            await asyncio.wait((reader, loss), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            loss.cancel()
+        if reader.done():
+            reader.result()
+
+    async def _read(self) -> None:
+        """One stream, from its Hello to its end."""
+        async for data in self._driver.subscribe(self._subscriber_id):
+            match decode(data):
+                case Hello(lease_id):
+                    self._connect(lease_id)
+                case Deltas(deltas):
+                    for delta in deltas:
+                        inbox = self._inboxes.get(delta.request_id)
+                        if inbox is not None:
+                            inbox.put(delta)
+                case Closed(error):
+                    if error is not None:
+                        raise Unavailable(error)
+                case other:
+                    assert_never(other)
+
+    async def _keep_lease(self) -> None:
+        last_renewed = time.monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._lease_id is None:
+                last_renewed = time.monotonic()
+                continue
+            with suppress(ShardserveError, TimeoutError):
+                status = await asyncio.wait_for(self._driver.heartbeat(self._subscriber_id), LEASE_S)
+                self._status = status
+                if status.lease:
+                    last_renewed = time.monotonic()
+            if time.monotonic() - last_renewed > LEASE_S:
+                self._disconnect(f"the driver has not renewed our lease for {LEASE_S:g} s")
+                self._lease_lost.set()
+
+    def _connect(self, lease_id: str) -> None:
+        if self._lease_id not in (None, lease_id):
+            self._disconnect("the driver was replaced")
+        self._lease_id = lease_id
+        self._connected.set()
+
+    def _disconnect(self, cause: str) -> None:
+        self._lease_id = None
+        self._status = None
+        self._cause = cause
+        self._connected.clear()
+        if self._inboxes:
+            logger.warning("%d open requests fail: %s", len(self._inboxes), cause)
+        for inbox in self._inboxes.values():
+            inbox.fail(Unavailable(cause))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

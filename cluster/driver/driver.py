@@ -1,0 +1,148 @@
+"""The driver: an engine and its worker group behind the few calls that an ingress makes.
+
+Owns both for the life of its process, carries each step's deltas from the engine's thread to its own event loop,
+and ends the process when the group cannot go on, so that Serve replaces it. Knows requests in tokens; knows no
+text, HTTP or Ray: a plain class that Serve can hold.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.config import ClusterConfig
+from cluster.driver.delta_codec import encode
+from cluster.driver.status import DriverStatus, ServedModel
+from cluster.driver.subscriptions import Subscriptions
+from cluster.engine.config import EngineConfig
+from cluster.engine.executor import Executor
+from cluster.engine.loop import Engine
+from cluster.errors import Unavailable
+from cluster.generation import GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 70  # of a driver whose group failed (EX_SOFTWARE)
+_WATCH_S = 0.1
+_FAREWELL_S = 0.5  # for the last messages to leave before the process ends
+_STOP_S = 10.0
+_SWITCH_INTERVAL_S = 0.0005  # the engine's thread and the loop share one GIL: +14% at 64 streams
+
+
+@dataclass(frozen=True, slots=True)
+class StartedGroup:
+    """A worker group that is ready for its first step."""
+
+    executor: Executor
+    model: ServedModel
+    failure: Callable[[], str | None]  # why the group cannot go on, as soon as anybody knows; None while it can
+
+
+GroupStarter = Callable[[ClusterConfig], StartedGroup]
+
+
+class Driver:
+    """One served model. Await `start()` before anything else; every other call is made on the same event loop."""
+
+    def __init__(
+        self, config: ClusterConfig, start_group: GroupStarter, exit_process: Callable[[int], None] = os._exit
+    ) -> None:
+        self._config = config
+        self._start_group = start_group
+        self._exit_process = exit_process
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Bring up the group and the engine. Raises `StartupFailed`; the loop stays free meanwhile."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._loop = asyncio.get_running_loop()
+        self._group = await asyncio.to_thread(self._start_group, self._config)
+        self._engine = Engine(
+            self._group.executor, engine_config(self._config, self._group.model), self._publish_from_engine
+        )
+        self._subscriptions = Subscriptions(self._engine.abort, time.monotonic)
+        self._engine.start()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def describe(self) -> ServedModel:
+        return self._group.model
+
+    async def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
+        """All deltas of this subscriber's requests, one message a step."""
+        async for message in self._subscriptions.stream(subscriber_id):
+            yield encode(message)
+
+    async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
+        """Raises `Overloaded`, or `Unavailable` without a lease or an engine that can go on."""
+        if self.failure is not None:
+            raise Unavailable(self.failure)
+        self._subscriptions.own(subscriber_id, request.request_id, request.sampling.n)
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            self._subscriptions.disown(request.request_id)
+            raise
+
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        self._subscriptions.disown(request_id, choice)
+        self._engine.abort(request_id, choice)
+
+    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
+        """Renew the lease; the answer says whether there was one, and how the driver is."""
+        lease = self._subscriptions.renew(subscriber_id)
+        stats = self._engine.stats()
+        return DriverStatus(lease=lease, running=stats.running, waiting=stats.waiting, failure=self.failure)
+
+    async def check_health(self) -> None:
+        """Serve's probe. Raises when no token can be made any more."""
+        if self.failure is not None:
+            raise Unavailable(self.failure)
+
+    @property
+    def failure(self) -> str | None:
+        return self._engine.failure or self._group.failure()
+
+    async def stop(self) -> None:
+        """End the engine and the ranks. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._watcher.cancel()
+        self._subscriptions.close(None)
+        await asyncio.to_thread(self._engine.stop)
+
+    def _publish_from_engine(self, deltas: Sequence[TokenDelta]) -> None:
+        self._loop.call_soon_threadsafe(self._subscriptions.publish, deltas)
+
+    async def _watch(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(_WATCH_S)
+            for subscriber_id in self._subscriptions.expire():
+                logger.warning("ingress %s is gone: its lease ran out and its requests are aborted", subscriber_id)
+        await self._give_up(self.failure)
+
+    async def _give_up(self, failure: str) -> None:
+        """Recovery is a later incarnation's work; until then a new replica is the way back."""
+        logger.error("the worker group cannot go on, so this driver ends: %s", failure)
+        self._subscriptions.close(failure)
+        await asyncio.sleep(_FAREWELL_S)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._engine.stop), _STOP_S)
+        finally:
+            self._exit_process(EXIT_CODE)
+
+
+def engine_config(config: ClusterConfig, model: ServedModel) -> EngineConfig:
+    """The engine's limits: what the user asked for, with what the model and the KV pool allow."""
+    return EngineConfig(
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting_requests=config.max_waiting_requests,
+        max_steps_in_flight=config.max_steps_in_flight,
+        step_deadline_s=config.step_deadline_s,
+        eos_token_ids=model.eos_token_ids,
+    )

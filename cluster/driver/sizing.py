@@ -1,0 +1,68 @@
+"""How many KV blocks a group of ranks can hold, and how long a sequence may then be: arithmetic only.
+
+Blocks are numbered alike on every rank, so the pool is the smallest that any rank can hold. Ranks may pay
+differently for a block (uneven KV heads). Knows bytes and tokens; knows nothing of Ray, torch or how memory was
+measured.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import StartupFailed
+from workers.config import Device
+
+CPU_LIMIT = 2 * 2**30  # by default a CPU cluster takes at most this much for KV, over all ranks
+CPU_SHARE = 0.25  # and at most this share of what is free on a node
+CUDA_SHARE = 0.9  # of what is free on a GPU once the weights are loaded; the rest is for activations
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank after loading its weights."""
+
+    node_id: str
+    free_bytes: int  # of the node (CPU) or of the rank's own GPU
+    bytes_per_block: int
+
+
+def pool_size(
+    ranks: Sequence[RankMemory], *, device: Device, kv_cache_memory: int | None, most_useful: int
+) -> int:
+    """Blocks every rank can hold, at most `most_useful` (what the largest batch of longest sequences fills)."""
+    if kv_cache_memory is not None:
+        fitting = kv_cache_memory // sum(rank.bytes_per_block for rank in ranks)
+    elif device == "cuda":
+        fitting = min(int(rank.free_bytes * CUDA_SHARE) // rank.bytes_per_block for rank in ranks)
+    else:
+        fitting = _default_on_cpu(ranks)
+    return min(fitting, most_useful)
+
+
+def _default_on_cpu(ranks: Sequence[RankMemory]) -> int:
+    by_node: dict[str, list[RankMemory]] = defaultdict(list)
+    for rank in ranks:
+        by_node[rank.node_id].append(rank)
+    fitting = CPU_LIMIT // sum(rank.bytes_per_block for rank in ranks)
+    for members in by_node.values():
+        free = min(rank.free_bytes for rank in members)
+        fitting = min(fitting, int(free * CPU_SHARE) // sum(rank.bytes_per_block for rank in members))
+    return fitting
+
+
+def sequence_limit(num_blocks: int, block_size: int, wanted: int, *, explicit: bool, block_bytes: int) -> int:
+    """Tokens a sequence may have: `wanted`, or what the pool holds if the user did not ask for it.
+
+    Raises `StartupFailed`, with the arithmetic, when an asked-for length or even one block does not fit.
+    """
+    held = num_blocks * block_size
+    if held >= wanted:
+        return wanted
+    if explicit or num_blocks < 1:
+        needed = -(-wanted // block_size)
+        raise StartupFailed(
+            f"one sequence of max_model_len {wanted} tokens needs {needed} KV blocks of {block_size} tokens, "
+            f"{needed} x {block_bytes} = {needed * block_bytes} bytes over all ranks; {num_blocks} blocks "
+            f"({num_blocks * block_bytes} bytes) fit: set kv_cache_memory higher or max_model_len lower"
+        )
+    return held

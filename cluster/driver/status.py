@@ -1,0 +1,24 @@
+"""What a driver tells about itself: the model it serves and how it is. Plain data that crosses processes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Fixed once the ranks have loaded. `max_model_len` is what the KV pool really holds."""
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStatus:
+    """How a driver is now. `lease` is False when it does not know the ingress that asks."""
+
+    lease: bool
+    running: int
+    waiting: int
+    failure: str | None = None

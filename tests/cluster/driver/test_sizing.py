@@ -1,0 +1,82 @@
+"""The arithmetic of the KV pool."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.driver.sizing import CPU_LIMIT, RankMemory, pool_size, sequence_limit
+from cluster.errors import StartupFailed
+
+GIB = 2**30
+PLENTY = 10**9
+
+
+def test_a_set_budget_is_shared_by_all_ranks() -> None:
+    ranks = [RankMemory("a", 8 * GIB, 2_000), RankMemory("a", 8 * GIB, 1_000)]
+
+    assert pool_size(ranks, device="cpu", kv_cache_memory=30_000, most_useful=PLENTY) == 10
+
+
+def test_cpu_default_is_two_gib_over_all_ranks_where_there_is_room() -> None:
+    ranks = [RankMemory("a", 100 * GIB, 2**20), RankMemory("a", 100 * GIB, 2**20)]
+
+    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == CPU_LIMIT // 2**21
+
+
+def test_cpu_default_is_a_quarter_of_what_is_free_where_there_is_little() -> None:
+    ranks = [RankMemory("a", 4 * GIB, 2**20), RankMemory("a", 4 * GIB, 2**20)]
+
+    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == GIB // 2**21
+
+
+def test_the_smallest_node_decides() -> None:
+    ranks = [RankMemory("a", 64 * GIB, 2**20), RankMemory("b", 2 * GIB, 2**20)]
+
+    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == GIB // 2 // 2**20
+
+
+def test_the_smallest_gpu_decides() -> None:
+    ranks = [RankMemory("a", 10 * GIB, 2**20), RankMemory("a", 20 * GIB, 2**20)]
+
+    assert pool_size(ranks, device="cuda", kv_cache_memory=None, most_useful=PLENTY) == 9 * 1024
+
+
+def test_no_more_than_can_be_used() -> None:
+    assert pool_size([RankMemory("a", GIB, 1)], device="cpu", kv_cache_memory=None, most_useful=77) == 77
+
+
+def test_the_wanted_length_is_kept_when_it_fits() -> None:
+    assert sequence_limit(64, 16, 1024, explicit=True, block_bytes=1) == 1024
+
+
+def test_the_models_own_length_is_cut_to_the_pool() -> None:
+    assert sequence_limit(10, 16, 8192, explicit=False, block_bytes=1) == 160
+
+
+def test_an_asked_for_length_that_does_not_fit_fails_with_the_arithmetic() -> None:
+    with pytest.raises(StartupFailed, match=r"needs 7 KV blocks of 16 tokens, 7 x 100 = 700 bytes .* 5 blocks"):
+        sequence_limit(5, 16, 100, explicit=True, block_bytes=100)
+
+
+def test_a_pool_without_a_block_fails_even_by_default() -> None:
+    with pytest.raises(StartupFailed, match="0 blocks"):
+        sequence_limit(0, 16, 100, explicit=False, block_bytes=100)
+
+
+@given(
+    ranks=st.lists(
+        st.builds(
+            RankMemory,
+            st.sampled_from(["a", "b"]),
+            st.integers(0, 2**40),
+            st.integers(1, 2**24),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    budget=st.none() | st.integers(1, 2**40),
+)
+def test_a_pool_never_costs_more_than_its_budget(ranks: list[RankMemory], budget: int | None) -> None:
+    blocks = pool_size(ranks, device="cpu", kv_cache_memory=budget, most_useful=PLENTY)
+
+    assert 0 <= blocks * sum(rank.bytes_per_block for rank in ranks) <= (budget or CPU_LIMIT)

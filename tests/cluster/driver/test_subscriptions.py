@@ -1,0 +1,172 @@
+"""Outboxes, leases and streams of a driver, with a clock of our own."""
+
+import asyncio
+
+import pytest
+
+from cluster.driver import subscriptions
+from cluster.driver.delta_codec import Closed, Deltas, DriverMessage, Hello
+from cluster.driver.subscriptions import Subscriptions
+from cluster.errors import Unavailable
+from cluster.generation import FinishReason, TokenDelta
+
+
+class Rig:
+    """Subscriptions with a hand-set clock and a record of aborts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.aborted: list[str] = []
+        self.subscriptions = Subscriptions(self.aborted.append, lambda: self.now, lease_s=3.0)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+async def opened(rig: Rig, subscriber: str = "ingress") -> "asyncio.Queue[DriverMessage]":
+    """A stream that is read into a queue until it ends."""
+    messages: asyncio.Queue[DriverMessage] = asyncio.Queue()
+
+    async def read() -> None:
+        async for message in rig.subscriptions.stream(subscriber):
+            messages.put_nowait(message)
+
+    messages.task = asyncio.create_task(read())  # type: ignore[attr-defined]
+    assert isinstance(await messages.get(), Hello)
+    return messages
+
+
+def token(request: str, value: int, choice: int = 0, finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(request, choice, (value,), finish)
+
+
+async def test_a_step_is_one_message_for_each_subscriber(rig: Rig) -> None:
+    mine, other = await opened(rig), await opened(rig, "other")
+    for request in ("a", "b"):
+        rig.subscriptions.own("ingress", request, 1)
+    rig.subscriptions.own("other", "c", 1)
+
+    rig.subscriptions.publish([token("a", 1), token("b", 2), token("c", 3)])
+
+    assert await mine.get() == Deltas((token("a", 1), token("b", 2)))
+    assert await other.get() == Deltas((token("c", 3),))
+
+
+async def test_a_slow_reader_gets_one_merged_delta_a_choice(rig: Rig) -> None:
+    mine = await opened(rig)
+    rig.subscriptions.own("ingress", "a", 2)
+
+    for value in range(3):
+        rig.subscriptions.publish([token("a", value), token("a", 10 + value, choice=1)])
+    rig.subscriptions.publish([token("a", 3, finish=FinishReason.LENGTH)])
+
+    assert await mine.get() == Deltas(
+        (TokenDelta("a", 0, (0, 1, 2, 3), FinishReason.LENGTH), TokenDelta("a", 1, (10, 11, 12)))
+    )
+
+
+async def test_a_request_is_forgotten_when_its_last_choice_ends(rig: Rig) -> None:
+    await opened(rig)
+    rig.subscriptions.own("ingress", "a", 2)
+
+    rig.subscriptions.publish([token("a", 1, finish=FinishReason.STOP)])
+    assert rig.subscriptions.num_requests == 1
+    rig.subscriptions.publish([token("a", 1, choice=1, finish=FinishReason.STOP)])
+    assert rig.subscriptions.num_requests == 0
+
+
+async def test_an_aborted_choice_is_delivered_nothing_more(rig: Rig) -> None:
+    mine = await opened(rig)
+    rig.subscriptions.own("ingress", "a", 2)
+    rig.subscriptions.publish([token("a", 1), token("a", 2, choice=1)])
+
+    rig.subscriptions.disown("a", 0)
+    rig.subscriptions.publish([token("a", 3), token("a", 4, choice=1)])
+
+    assert await mine.get() == Deltas((TokenDelta("a", 1, (2, 4)),))
+
+
+async def test_a_lease_that_runs_out_aborts_its_requests_and_no_others(rig: Rig) -> None:
+    gone = await opened(rig, "gone")
+    await opened(rig, "alive")
+    rig.subscriptions.own("gone", "a", 1)
+    rig.subscriptions.own("alive", "b", 1)
+
+    rig.now = 2.9
+    assert rig.subscriptions.expire() == []
+    assert rig.subscriptions.renew("alive")
+    rig.now = 3.1
+    assert rig.subscriptions.expire() == ["gone"]
+
+    assert rig.aborted == ["a"]
+    assert rig.subscriptions.num_requests == 1
+    assert not rig.subscriptions.renew("gone")
+    await asyncio.wait_for(gone.task, 5)  # type: ignore[attr-defined]
+
+
+async def test_no_request_without_a_lease(rig: Rig) -> None:
+    with pytest.raises(Unavailable, match="does not know this ingress"):
+        rig.subscriptions.own("stranger", "a", 1)
+
+
+async def test_a_second_stream_takes_over_with_the_same_lease(rig: Rig) -> None:
+    first = rig.subscriptions.stream("ingress")
+    hello = await anext(first)
+    rig.subscriptions.own("ingress", "a", 1)
+    second = rig.subscriptions.stream("ingress")
+    assert await anext(second) == hello
+
+    rig.subscriptions.publish([token("a", 1)])
+
+    with pytest.raises(StopAsyncIteration):
+        await anext(first)
+    assert await anext(second) == Deltas((token("a", 1),))
+
+
+async def test_deltas_wait_between_two_streams(rig: Rig) -> None:
+    first = rig.subscriptions.stream("ingress")
+    await anext(first)
+    rig.subscriptions.own("ingress", "a", 1)
+    await first.aclose()
+
+    rig.subscriptions.publish([token("a", 1)])
+
+    second = rig.subscriptions.stream("ingress")
+    await anext(second)
+    assert await anext(second) == Deltas((token("a", 1),))
+
+
+async def test_closing_delivers_what_is_pending_and_then_the_reason(rig: Rig) -> None:
+    mine = await opened(rig)
+    rig.subscriptions.own("ingress", "a", 1)
+    rig.subscriptions.publish([TokenDelta("a", 0, (), FinishReason.ERROR, "rank 1 died")])
+
+    rig.subscriptions.close("rank 1 died")
+    rig.subscriptions.close("a later reason")
+
+    assert await mine.get() == Deltas((TokenDelta("a", 0, (), FinishReason.ERROR, "rank 1 died"),))
+    assert await mine.get() == Closed("rank 1 died")
+    with pytest.raises(Unavailable):
+        rig.subscriptions.own("ingress", "b", 1)
+
+
+async def test_an_idle_stream_ends_so_that_a_draining_replica_can(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "ROTATION_S", 0.01)
+    stream = rig.subscriptions.stream("ingress")
+    await anext(stream)
+    assert await anext(stream) == Closed()
+
+
+async def test_a_stream_with_open_requests_does_not_rotate(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriptions, "ROTATION_S", 0.01)
+    mine = await opened(rig)
+    rig.subscriptions.own("ingress", "a", 1)
+    await asyncio.sleep(0.05)
+    rig.subscriptions.publish([token("a", 1, finish=FinishReason.STOP)])
+
+    assert await mine.get() == Deltas((token("a", 1, finish=FinishReason.STOP),))
+    assert await mine.get() == Closed()

@@ -1,0 +1,220 @@
+"""The engine: one thread that turns requests into plans and results into tokens, for as long as the ranks live.
+
+Synchronous inside; `submit`, `abort`, `stats`, `drain` and `stop` may be called from any thread. Knows requests
+and an executor; knows nothing of text, HTTP, Ray or torch.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from cluster.engine.admission import QueuePace, max_total_tokens
+from cluster.engine.config import EngineConfig
+from cluster.engine.core import EngineCore
+from cluster.engine.executor import Executor, ExecutorFailed
+from cluster.engine.publishing import Publish, Publisher
+from cluster.engine.stats import EngineStats
+from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.generation import GenerationRequest, TokenDelta
+
+_CLOSE_DEADLINE_S = 5.0  # for the last deltas to go out, and for the thread to end after its step
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+    choice: int | None
+
+
+_Command = GenerationRequest | _Abort
+
+
+class Engine:
+    """Takes over `executor`: it is used by the engine's thread only and stopped when that thread ends.
+
+    Every choice of an accepted request gets exactly one delta with a finish reason, whatever happens. `publish` is
+    called at most once a step, in order, from one thread of its own; it can neither end nor delay the loop.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        publish: Publish,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._config = config
+        self._capacity = executor.capacity
+        self._clock = clock
+        self._core = EngineCore(executor, config, clock)
+        self._publisher = Publisher(publish)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._outbox: list[TokenDelta] = []  # of this turn; the thread's own
+        self._wake = threading.Condition()  # guards everything below
+        self._commands: list[_Command] = []
+        self._applying: list[_Command] = []  # taken by the turn that runs, and not in `_stats` yet
+        self._accepted: set[str] = set()  # ids of requests not yet finished
+        self._pace = QueuePace()
+        self._stats = self._core.stats()
+        self._failure: str | None = None
+        self._refusal: str | None = "the engine has not started"  # why new requests are refused
+        self._stopping = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why no token can be made any more; None while the engine is well."""
+        return self._failure
+
+    def start(self) -> None:
+        with self._wake:
+            self._refusal = "the engine has stopped" if self._stopping else None
+        self._publisher.start()
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `InvalidRequest`, `Overloaded` or `Unavailable`; then nothing was queued."""
+        max_total_tokens(request, self._config, self._capacity)
+        with self._wake:
+            if self._refusal is not None:
+                raise Unavailable(self._refusal)
+            if request.request_id in self._accepted:
+                raise InvalidRequest(f"request {request.request_id!r} is running already", "request_id")
+            num_waiting, limit = self._snapshot().waiting_requests, self._config.max_waiting_requests
+            if num_waiting >= limit:
+                retry_after_s = self._pace.retry_after_s(num_waiting, self._clock())
+                raise Overloaded(f"{num_waiting} requests wait already, and the limit is {limit}", retry_after_s)
+            self._accepted.add(request.request_id)
+            self._commands.append(request)
+            self._wake.notify_all()
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, before the next step is planned. Unknown ids are ignored."""
+        with self._wake:
+            if request_id in self._accepted:
+                self._commands.append(_Abort(request_id, choice))
+                self._wake.notify_all()
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot, as of the last turn of the loop and with what was submitted since."""
+        with self._wake:
+            return self._snapshot()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Refuse new requests and wait until the running ones have finished. Whether they all did."""
+        with self._wake:
+            self._refusal = self._refusal or "the engine is draining"
+            return self._wake.wait_for(lambda: not self._accepted, deadline_s)
+
+    def stop(self) -> None:
+        """End the loop after the step it is in; what still runs gets an ERROR delta. Idempotent."""
+        with self._wake:
+            self._refusal = self._refusal or "the engine has stopped"
+            self._stopping = True
+            started = self._thread.ident is not None
+            self._wake.notify_all()
+        if not started:
+            self._executor.stop()
+            return
+        self._thread.join(self._config.step_deadline_s + 2 * _CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            _log.error("the engine's thread did not end by its deadline")
+
+    def _snapshot(self) -> EngineStats:
+        """The last turn's counts, with the requests that it did not see yet as waiting. Needs the lock."""
+        unseen = [c.sampling.n for c in self._applying + self._commands if isinstance(c, GenerationRequest)]
+        if not unseen:
+            return self._stats
+        return replace(
+            self._stats,
+            received=self._stats.received + sum(unseen),
+            waiting=self._stats.waiting + sum(unseen),
+            waiting_requests=self._stats.waiting_requests + len(unseen),
+        )
+
+    def _run(self) -> None:
+        reason = "the engine was stopped before the request had finished"
+        try:
+            while (commands := self._next_commands()) is not None:
+                self._turn(commands)
+        except Exception as error:
+            reason = self._on_failure(error)
+        finally:
+            self._close(reason)
+
+    def _next_commands(self) -> list[_Command] | None:
+        """What was asked since the last turn. An idle engine sleeps here, a heartbeat interval at the most.
+
+        None when it is time to end.
+        """
+        with self._wake:
+            if self._core.idle:
+                self._wake.wait_for(lambda: self._commands or self._stopping, self._config.heartbeat_interval_s)
+            if self._stopping:
+                return None
+            return self._take_commands()
+
+    def _take_commands(self) -> list[_Command]:
+        self._applying, self._commands = self._commands, []
+        return self._applying
+
+    def _turn(self, commands: list[_Command]) -> None:
+        self._apply(commands)
+        if self._core.idle and not commands:
+            self._core.heartbeat()
+        self._outbox += self._core.step()
+        self._hand_over()
+
+    def _apply(self, commands: list[_Command]) -> None:
+        for command in commands:
+            match command:
+                case GenerationRequest():
+                    self._core.add(command)
+                case _Abort(request_id, choice):
+                    self._outbox += self._core.abort(request_id, choice)
+                case _:
+                    assert_never(command)
+
+    def _hand_over(self) -> None:
+        """Show the outside what a turn has brought: counts first, then tokens."""
+        deltas, self._outbox = self._outbox, []
+        finished = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        stats = self._core.stats()
+        with self._wake:
+            self._pace.note_starts(stats.started_requests - self._stats.started_requests, self._clock())
+            self._stats = stats
+            self._applying = []
+            if finished:
+                self._accepted -= {request_id for request_id in finished if request_id not in self._core}
+                self._wake.notify_all()
+        if deltas:
+            self._publisher.put(deltas)
+
+    def _on_failure(self, error: Exception) -> str:
+        """Decide what a failure does: it ends the engine. Returns what every live request is told."""
+        if isinstance(error, ExecutorFailed):
+            _log.error("the worker group failed: %s", error)
+            reason = f"the worker group failed: {error}"
+        else:
+            _log.exception("the engine failed", exc_info=error)
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+        self._failure = reason
+        return reason
+
+    def _close(self, reason: str) -> None:
+        """Give every live request its end, and free the ranks. Nothing is accepted from here on."""
+        try:
+            with self._wake:
+                self._refusal = self._failure or "the engine has stopped"
+                commands = self._take_commands()
+            self._apply(commands)
+            self._outbox += self._core.fail_all(reason)
+            self._hand_over()
+        finally:
+            self._publisher.close(_CLOSE_DEADLINE_S)
+            self._executor.stop()

@@ -1,0 +1,107 @@
+"""One choice of a request on its way: its tokens, how far they are computed, and when it ends.
+
+Knows tokens, counts and finish rules; knows nothing of other sequences, plans, text, HTTP, Ray or torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cluster.generation import FinishReason, GenerationRequest
+from workers.protocol import SamplingSettings, SequenceId
+
+
+class SequenceState(Enum):
+    WAITING = auto()  # the ranks do not hold it: not yet admitted, or preempted
+    RUNNING = auto()  # the ranks hold it, with its blocks
+    FINISHED = auto()
+
+
+TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One accounting rule: `num_computed_tokens` chases `len(token_ids) + num_pending_tokens`.
+
+    A token is pending from the moment a plan samples it until that step's result names it. All counts are those
+    after every plan handed out so far, so the next plan can be made while earlier ones still run. Ids count up in
+    order of arrival.
+    """
+
+    sequence_id: SequenceId
+    request_id: str
+    sampling: SamplingSettings
+    token_ids: list[int]  # the prompt, then what was generated and confirmed
+    num_prompt_tokens: int
+    max_total_tokens: int  # it ends by length when it has this many
+    stop_token_ids: frozenset[int]
+    state: SequenceState = SequenceState.WAITING
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens_left_to_compute(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def last_token_is_pending(self) -> bool:
+        """All tokens it may have are made or on their way: there is nothing more to plan."""
+        return len(self.token_ids) + self.num_pending_tokens >= self.max_total_tokens
+
+    def become(self, state: SequenceState) -> None:
+        assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id}: {self.state} -> {state}"
+        self.state = state
+
+    def advance(self, num_tokens: int) -> bool:
+        """Count `num_tokens` as computed by a plan. Whether that plan's step samples a token for it."""
+        self.num_computed_tokens += num_tokens
+        samples = self.num_tokens_left_to_compute == 0
+        if samples:
+            self.num_pending_tokens += 1
+        return samples
+
+    def accept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Confirm a pending sample. Returns the tokens that count and, if they end the sequence, why.
+
+        Tokens after the one that ends it are dropped. A stop token at the very limit is a stop.
+        """
+        self.num_pending_tokens -= 1
+        for position, token in enumerate(token_ids):
+            self.token_ids.append(token)
+            if token in self.stop_token_ids:
+                return token_ids[: position + 1], FinishReason.STOP
+            if len(self.token_ids) >= self.max_total_tokens:
+                return token_ids[: position + 1], FinishReason.LENGTH
+        return token_ids, None
+
+
+def make_sequence(
+    request: GenerationRequest,
+    choice: int,
+    *,
+    sequence_id: SequenceId,
+    seed: int,
+    max_total_tokens: int,
+    eos_token_ids: tuple[int, ...],
+) -> Sequence:
+    """The sequence of one choice. `seed` is the request's own, or the one drawn for it at submission."""
+    asked = request.sampling
+    stops = asked.stop_token_ids if asked.ignore_eos else asked.stop_token_ids + eos_token_ids
+    return Sequence(
+        sequence_id=sequence_id,
+        request_id=request.request_id,
+        sampling=SamplingSettings(
+            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=seed, choice=choice
+        ),
+        token_ids=list(request.prompt_token_ids),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        max_total_tokens=max_total_tokens,
+        stop_token_ids=frozenset(stops),
+    )

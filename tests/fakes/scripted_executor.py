@@ -1,0 +1,164 @@
+"""A worker group without torch: it runs plans exactly as ranks would, and refuses what ranks must refuse.
+
+Keeps a mirror of the live sequences and a KV cache that remembers which token of which sequence lies in each slot,
+so a lost or overwritten slot shows at once. The model is a function; by default it counts, next token = last token
++ 1, so a lost or repeated token shows in the output.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.engine.executor import Capacity, ExecutorFailed
+from workers.protocol import (
+    KnownSequence,
+    NewSequence,
+    SamplingSettings,
+    SequenceId,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
+
+NextToken = Callable[[Sequence[int], SamplingSettings], int]
+VOCAB_SIZE = 1000
+_MAX_QUEUED_PLANS = 2
+
+
+def count_up(token_ids: Sequence[int], sampling: SamplingSettings) -> int:
+    """The counter model."""
+    return (token_ids[-1] + 1) % VOCAB_SIZE
+
+
+class BadPlan(AssertionError):
+    """A plan that no rank could carry out. A bug of the engine, so not an `ExecutorFailed`."""
+
+
+@dataclass(slots=True)
+class _Mirrored:
+    token_ids: list[int]
+    sampling: SamplingSettings
+    blocks: list[int]
+    num_computed: int
+
+
+@dataclass(slots=True)
+class ScriptedExecutor:
+    """Plans run when their result is taken, so two of them are in flight as truly as with real ranks.
+
+    `die_at_step` fails while that step's result is taken; `die_on_submit` refuses to take that step's plan;
+    `step_time_s` sleeps before each result. The limits are checked when they are given.
+    """
+
+    capacity: Capacity
+    next_token: NextToken = count_up
+    incarnation: int = 0
+    die_at_step: int | None = None
+    die_on_submit: int | None = None
+    step_time_s: float = 0.0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    verify: bool = True  # compare the whole KV cache of each row in each step
+    mirror: dict[SequenceId, _Mirrored] = field(default_factory=dict)
+    queued: deque[StepPlan] = field(default_factory=deque)
+    executed: list[StepPlan] = field(default_factory=list)
+    keep_executed: bool = True
+    stopped: bool = False
+    _slots: list[tuple[SequenceId, int, int] | None] = field(default_factory=list)
+    _owners: dict[int, SequenceId] = field(default_factory=dict)  # of blocks
+    _num_submitted: int = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        _demand(not self.stopped, "the executor has been stopped")
+        if plan.step == self.die_on_submit:
+            raise ExecutorFailed(f"scripted: cannot send step {plan.step}")
+        _demand(plan.incarnation == self.incarnation, f"incarnation {plan.incarnation}, not {self.incarnation}")
+        _demand(plan.step == self._num_submitted, f"step {plan.step} where {self._num_submitted} is due")
+        _demand(len(self.queued) < _MAX_QUEUED_PLANS, f"{_MAX_QUEUED_PLANS} plans are in flight already")
+        self._num_submitted += 1
+        self.queued.append(plan)
+
+    def take_result(self, timeout_s: float) -> StepResult:
+        _demand(bool(self.queued), "no step is in flight")
+        if self.step_time_s > timeout_s:
+            time.sleep(timeout_s)
+            raise ExecutorFailed(f"scripted: no result within {timeout_s} s")
+        if self.step_time_s:
+            time.sleep(self.step_time_s)
+        plan = self.queued.popleft()
+        if plan.step == self.die_at_step:
+            raise ExecutorFailed(f"scripted: a rank died in step {plan.step}")
+        if self.keep_executed:
+            self.executed.append(plan)
+        return StepResult(plan.incarnation, plan.step, self._run(plan), StepTimings(forward=1.0))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def _run(self, plan: StepPlan) -> tuple[SequenceOutput, ...]:
+        for sequence_id in plan.ended:
+            _demand(sequence_id in self.mirror, f"ended sequence {sequence_id} is not held")
+            for block in self.mirror.pop(sequence_id).blocks:
+                del self._owners[block]
+        for new in plan.new:
+            self._add(new)
+        rows: tuple[NewSequence | KnownSequence, ...] = plan.new + plan.known
+        num_tokens = sum(row.num_new_tokens for row in rows)
+        _demand(len({row.sequence_id for row in rows}) == len(rows), "a sequence is in the plan twice")
+        _demand(self.max_num_seqs is None or len(rows) <= self.max_num_seqs, f"{len(rows)} rows")
+        _demand(
+            self.max_num_batched_tokens is None or num_tokens <= self.max_num_batched_tokens,
+            f"{num_tokens} tokens in a step",
+        )
+        for known in plan.known:
+            _demand(known.sequence_id in self.mirror, f"known sequence {known.sequence_id} is not held")
+            self._hold(known.sequence_id, self.mirror[known.sequence_id], known.new_blocks)
+        outputs = [self._compute(row.sequence_id, row.num_new_tokens) for row in rows]
+        return tuple(output for output in outputs if output is not None)
+
+    def _add(self, new: NewSequence) -> None:
+        _demand(new.sequence_id not in self.mirror, f"new sequence {new.sequence_id} is held already")
+        _demand(0 < new.num_prompt_tokens <= len(new.token_ids), "the prompt is longer than all tokens")
+        mirrored = _Mirrored(list(new.token_ids), new.sampling, [], new.num_computed_tokens)
+        self.mirror[new.sequence_id] = mirrored
+        self._hold(new.sequence_id, mirrored, new.blocks)
+
+    def _hold(self, sequence_id: SequenceId, mirrored: _Mirrored, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            _demand(0 <= block < self.capacity.num_blocks, f"block {block} does not exist")
+            _demand(block not in self._owners, f"block {block} of {sequence_id} is held by another sequence")
+            self._owners[block] = sequence_id
+        mirrored.blocks.extend(blocks)
+
+    def _compute(self, sequence_id: SequenceId, num_tokens: int) -> SequenceOutput | None:
+        mirrored = self.mirror[sequence_id]
+        start, end = mirrored.num_computed, mirrored.num_computed + num_tokens
+        _demand(num_tokens > 0, f"sequence {sequence_id} computes {num_tokens} tokens")
+        _demand(end <= len(mirrored.token_ids), f"sequence {sequence_id} has {len(mirrored.token_ids)} tokens")
+        _demand(end <= len(mirrored.blocks) * self.capacity.block_size, f"sequence {sequence_id} lacks blocks")
+        if self.verify:
+            self._write_and_check(sequence_id, mirrored, start, end)
+        mirrored.num_computed = end
+        if end < len(mirrored.token_ids):
+            return None
+        token = self.next_token(mirrored.token_ids, mirrored.sampling)
+        mirrored.token_ids.append(token)
+        return SequenceOutput(sequence_id, (token,))
+
+    def _write_and_check(self, sequence_id: SequenceId, mirrored: _Mirrored, start: int, end: int) -> None:
+        size = self.capacity.block_size
+        if not self._slots:
+            self._slots = [None] * (self.capacity.num_blocks * size)
+        for position in range(end):
+            slot = mirrored.blocks[position // size] * size + position % size
+            content = (sequence_id, position, mirrored.token_ids[position])
+            if position >= start:
+                self._slots[slot] = content
+            _demand(self._slots[slot] == content, f"slot {slot} holds {self._slots[slot]}, not {content}")
+
+
+def _demand(condition: bool, message: str) -> None:
+    if not condition:
+        raise BadPlan(message)

@@ -3,7 +3,8 @@
 WorkerError (RuntimeError)
  |- GroupBroken       a collective did not complete: a peer is gone, stuck or out of step
  |- ChannelError      the step channel failed
- |   `- ChannelTimeout    nothing arrived by the deadline
+ |   |- ChannelTimeout    nothing arrived by the deadline
+ |   `- ChannelInterrupted    a wait was cut short: a process that is watched has ended, or a stop was asked for
  |- ProtocolError     a message of another version, incarnation or order
  `- OutOfMemory       weights or KV blocks do not fit; the message has the arithmetic
 """
@@ -23,6 +24,10 @@ class ChannelError(WorkerError):
 
 class ChannelTimeout(ChannelError):
     """No message by the deadline."""
+
+
+class ChannelInterrupted(ChannelError):
+    """A wait was cut short by a descriptor that the channel watches; the message says what it stands for."""
 
 
 class ProtocolError(WorkerError):

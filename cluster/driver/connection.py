@@ -210,7 +210,7 @@ class DriverConnection:
 
     def _connect(self, lease_id: str) -> None:
         if self._lease_id not in (None, lease_id):
-            self._disconnect("the driver was replaced")
+            self._disconnect("the driver was replaced, or no longer holds our lease")
         self._lease_id = lease_id
         self._connected.set()
 

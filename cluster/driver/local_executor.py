@@ -1,0 +1,79 @@
+"""One rank in this process: no Ray, no sockets. For `LLM` at TP=1 and for Serve's local testing mode.
+
+Loads torch when a group is started, not before. Knows a runner and its plans; knows nothing of requests.
+"""
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster.config import ClusterConfig
+from cluster.driver.driver import StartedGroup
+from cluster.driver.resolution import ModelFiles, fit, worker_config
+from cluster.driver.sizing import RankMemory
+from cluster.engine.executor import Capacity, ExecutorFailed
+from cluster.errors import InvalidConfig, StartupFailed
+from model_shards.errors import ModelError
+from workers.device import default_device, free_memory, set_threads, threads_per_rank
+from workers.errors import WorkerError
+from workers.protocol import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from workers.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """Runs a plan when its result is taken, on the engine's thread."""
+
+    incarnation = 0
+
+    def __init__(self, runner: "Runner", capacity: Capacity) -> None:
+        self._runner: Runner | None = runner
+        self.capacity = capacity
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def take_result(self, timeout_s: float) -> StepResult:  # noqa: ARG002
+        if self._runner is None or not self._plans:
+            raise ExecutorFailed("no step is in flight")
+        try:
+            return self._runner.execute(self._plans.popleft())
+        except WorkerError as error:
+            raise ExecutorFailed(str(error)) from error
+
+    def stop(self) -> None:
+        self._runner = None
+        self._plans.clear()
+
+
+def start_local_group(config: ClusterConfig) -> StartedGroup:
+    """Load the whole model into this process. Raises `InvalidConfig` or `StartupFailed`."""
+    if config.tensor_parallel_size != 1:
+        raise InvalidConfig(f"one process holds one rank, not tensor_parallel_size {config.tensor_parallel_size}")
+    try:
+        return _start(config)
+    except (ModelError, WorkerError) as error:
+        raise StartupFailed(str(error)) from error
+
+
+def _start(config: ClusterConfig) -> StartedGroup:
+    from model_shards.group import SingleRank
+    from model_shards.weights.loader import load_model
+    from workers.kv_cache import bytes_per_block
+    from workers.runner import Runner
+
+    device = default_device() if config.device == "auto" else config.device
+    files = ModelFiles.of(config.model)
+    worker = worker_config(config, files, device, threads_per_rank(1))
+    if device == "cpu":
+        set_threads(worker.num_threads)
+    group = SingleRank()
+    model = load_model(files.path, group, device=device, dtype=worker.dtype, on_progress=logger.info)
+    memory = RankMemory("here", free_memory(device), bytes_per_block(model, worker.block_size, worker.dtype))
+    num_blocks, served = fit(config, files, worker, [memory])
+    executor = LocalExecutor(Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size))
+    return StartedGroup(executor, served, failure=lambda: None)

@@ -1,0 +1,94 @@
+"""From what a user set to what a rank is told: files, device, dtype, lengths and the size of the KV pool.
+
+Used by both executors, so that one rank in this process and many across the cluster are sized by the same rules.
+Knows settings and the model's numbers; knows nothing of Ray, torch or processes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from cluster.driver.sizing import RankMemory, pool_size, sequence_limit
+from cluster.driver.status import ServedModel
+from cluster.errors import InvalidConfig
+from model_shards.sources import resolve_model
+from model_shards.spec import ModelSpec
+from model_shards.weights.metadata import read_spec
+from workers.config import Device, WorkerConfig
+from workers.device import default_dtype
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on this machine's disk."""
+
+    path: Path
+    spec: ModelSpec
+
+    @classmethod
+    def of(cls, name: str) -> "ModelFiles":
+        """Fetches the model if need be. Raises `model_shards.errors.ModelError`."""
+        path = resolve_model(name, on_progress=logger.info)
+        return cls(path, read_spec(path))
+
+
+def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_threads: int) -> WorkerConfig:
+    """Raises `InvalidConfig` when a sequence is to be longer than the model's positions."""
+    limit = files.spec.max_positions
+    wanted = config.max_model_len or limit
+    if wanted > limit:
+        raise InvalidConfig(f"max_model_len is {wanted}, but the model has {limit} positions")
+    return WorkerConfig(
+        model_path=str(files.path),
+        tensor_parallel_size=config.tensor_parallel_size,
+        device=device,
+        dtype=default_dtype(device) if config.dtype == "auto" else config.dtype,
+        block_size=config.block_size,
+        max_model_len=wanted,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        batch_invariant=config.batch_invariant,
+        num_threads=num_threads,
+        step_deadline_s=config.step_deadline_s,
+        start_deadline_s=config.start_deadline_s,
+    )
+
+
+def fit(
+    config: ClusterConfig, files: ModelFiles, worker: WorkerConfig, ranks: Sequence[RankMemory]
+) -> tuple[int, ServedModel]:
+    """The number of KV blocks, and the model as it is served with them. Raises `StartupFailed`."""
+    most_useful = config.max_num_seqs * -(-worker.max_model_len // worker.block_size)
+    num_blocks = pool_size(
+        ranks, device=worker.device, kv_cache_memory=config.kv_cache_memory, most_useful=most_useful
+    )
+    block_bytes = sum(rank.bytes_per_block for rank in ranks)
+    max_model_len = sequence_limit(
+        num_blocks,
+        worker.block_size,
+        worker.max_model_len,
+        explicit=config.max_model_len is not None,
+        block_bytes=block_bytes,
+    )
+    if max_model_len < worker.max_model_len:
+        logger.warning(
+            "max_model_len is %d, not the model's %d: the KV cache holds %d blocks of %d tokens",
+            max_model_len,
+            worker.max_model_len,
+            num_blocks,
+            worker.block_size,
+        )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.1f MiB over %d ranks",
+        num_blocks,
+        worker.block_size,
+        num_blocks * block_bytes / 2**20,
+        len(ranks),
+    )
+    spec = files.spec
+    model = ServedModel(config.model_name, str(files.path), max_model_len, spec.vocab_size, spec.eos_token_ids)
+    return num_blocks, model

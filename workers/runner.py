@@ -5,7 +5,7 @@ plans in the same order and ends each with an equal mirror.
 """
 
 import time
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -20,8 +20,9 @@ from workers.sampling.sampler import Draw, Sampler
 from workers.sequences import SequenceMirror
 
 
-class TimedCollectives(TensorParallelGroup, Protocol):
-    """A group that knows how long its collectives took."""
+@runtime_checkable
+class TimesCollectives(Protocol):
+    """What a group may offer beside its collectives: `workers.process_group.TimedGroup` does."""
 
     def take_seconds(self) -> float:
         """Seconds inside collectives since the last call."""
@@ -29,10 +30,15 @@ class TimedCollectives(TensorParallelGroup, Protocol):
 
 
 class Runner:
-    """Owns a rank's KV memory and mirror for one incarnation."""
+    """Owns a rank's KV memory and mirror for one incarnation; used by one thread.
+
+    Invariant, with `batch_invariant` models: a sequence's logits have equal bits in any batch, for any chunking of
+    its prompt and after a replay. There is one path, whatever `config.batch_invariant` says: a call over fixed
+    chunks of keys costs no more here than one over ragged lengths.
+    """
 
     def __init__(
-        self, model: ShardedModel, group: TimedCollectives, config: WorkerConfig, num_blocks: int
+        self, model: ShardedModel, group: TensorParallelGroup, config: WorkerConfig, num_blocks: int
     ) -> None:
         """A collective. Raises `OutOfMemory` when the blocks do not fit."""
         cache = KvCache(
@@ -44,6 +50,7 @@ class Runner:
         )
         self._model = model
         self._group = group
+        self._timed = group if isinstance(group, TimesCollectives) else None
         self._mirror = SequenceMirror(config, num_blocks)
         self._packer = BatchPacker(config)
         self._attention = select_attention(model, cache)
@@ -58,39 +65,46 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The result is equal on every rank but for its timings; rank 0's is the one that is sent.
 
-        Raises `ProtocolError` for a plan that cannot be and `GroupBroken` when a peer is gone; the runner
-        cannot be used after either.
+        Raises `ProtocolError` for a plan that cannot be and `GroupBroken` when a peer is gone; the runner cannot
+        be used after either.
         """
-        self._group.take_seconds()
+        self._collective_seconds()
         started = time.perf_counter()
         scheduled = self._mirror.apply(plan)
         if not scheduled:
-            self._group.all_reduce(torch.zeros(1))
-            return StepResult(
-                plan.incarnation, plan.step, timings=StepTimings(collectives=self._group.take_seconds())
-            )
+            return self._heartbeat(plan)
         batch = self._packer.pack(scheduled)
         attention = self._attention.prepare(batch.attention)
-        packed = time.perf_counter()
+        prepared = time.perf_counter()
 
         hidden = self._model.forward(batch.token_ids, batch.positions, attention)
         sampling = batch.sampling
         logits = self._model.local_logits(hidden[batch.sampled_rows]) if sampling else None
-        forward_collectives = self._group.take_seconds()
+        forward_collectives = self._collective_seconds()
         computed = time.perf_counter()
 
         draws = [Draw(sequence.sampling, len(sequence.token_ids)) for sequence in sampling]
         token_ids = [] if logits is None else self._sampler.sample(logits, draws)
-        self._mirror.advance(batch.scheduled, [(token_id,) for token_id in token_ids])
         outputs = tuple(
             SequenceOutput(sequence.sequence_id, (token_id,))
             for sequence, token_id in zip(sampling, token_ids, strict=True)
         )
-        sample_collectives = self._group.take_seconds()
+        self._mirror.advance(batch.scheduled, [output.token_ids for output in outputs])
+        sample_collectives = self._collective_seconds()
         timings = StepTimings(
-            prepare=packed - started,
-            forward=computed - packed - forward_collectives,
+            prepare=prepared - started,
+            forward=computed - prepared - forward_collectives,
             collectives=forward_collectives + sample_collectives,
             sample=time.perf_counter() - computed - sample_collectives,
         )
         return StepResult(plan.incarnation, plan.step, outputs, timings)
+
+    def _heartbeat(self, plan: StepPlan) -> StepResult:
+        """Nothing to compute: show that every rank still answers."""
+        started = time.perf_counter()
+        self._group.all_reduce(torch.zeros(1))
+        timings = StepTimings(collectives=time.perf_counter() - started)
+        return StepResult(plan.incarnation, plan.step, timings=timings)
+
+    def _collective_seconds(self) -> float:
+        return self._timed.take_seconds() if self._timed is not None else 0.0

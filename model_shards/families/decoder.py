@@ -1,0 +1,121 @@
+"""The decoder that serves Llama, Mistral, Qwen2 and Qwen3: one rank's shard of it, by the flags of its spec.
+
+Two all-reduces a layer and one for the embedding. Knows tokens and positions; knows nothing of files, sequences or
+KV blocks.
+"""
+
+from torch import Tensor, nn
+
+from model_shards.families.decoder_layout import DecoderLayout, decoder_layout
+from model_shards.layers.attention import Attention
+from model_shards.layers.linear import Linear
+from model_shards.layers.mlp import GatedMlp
+from model_shards.layers.norm import RmsNorm
+from model_shards.layers.placement import Placement
+from model_shards.layers.rotary import RotaryTable, Rotation
+from model_shards.layers.vocab import VocabParallelEmbedding
+from model_shards.model import AttentionContext
+from model_shards.partition import ModelPartition, partition_model
+from model_shards.spec import ModelSpec
+
+
+class Decoder(nn.Module):
+    """A `ShardedModel`. Its parameters have no memory until a loader fills them and calls `prepare`.
+
+    Invariant: `layout` names exactly the parameters of the module, with their shapes on this rank.
+    """
+
+    layout: DecoderLayout
+
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        rank = placement.group.rank
+        partition = partition_model(spec, placement.group.size)
+        vocabulary = partition.vocabulary[rank]
+        self.num_layers = spec.num_layers
+        self.num_local_query_heads = partition.query_heads[rank].size
+        self.num_local_kv_heads = partition.kv_heads[rank].size
+        self.head_dim = spec.head_dim
+        self.vocab_size = spec.vocab_size
+        self.local_vocab_start = vocabulary.start
+        self.local_vocab_size = vocabulary.size
+        self.layout = decoder_layout(spec, partition)
+
+        self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, index, partition, placement) for index in range(spec.num_layers)
+        )
+        self.norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
+        self.head = Linear(vocabulary.size, spec.hidden_size, placement)
+        self._tied = spec.tied_embeddings
+        self._tie()
+        self._rotary = RotaryTable(
+            spec.head_dim, spec.max_positions, spec.rope_theta, dtype=placement.dtype, device=placement.device
+        )
+
+    def prepare(self) -> None:
+        """Make the filled weights ready to be multiplied with. Called once.
+
+        A tied head is packed from the embedding's rows, which stay as they are: SmolLM2 pays 113 MB over all ranks
+        and gains 6 ms a step with one row.
+        """
+        self._tie()
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare()
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [tokens] int64
+        positions: Tensor,  # [tokens] int64
+        attention: AttentionContext,
+    ) -> Tensor:  # [tokens, hidden]
+        """Final hidden states, after the last norm; equal on every rank."""
+        rotation = self._rotary.at(positions)
+        residual = self.embedding(token_ids)
+        update: Tensor | None = None
+        for layer in self.layers:
+            update, residual = layer(update, residual, rotation, attention)
+        assert update is not None, "a spec has at least one layer"
+        normed, _ = self.norm.add(update, residual)
+        return normed
+
+    def local_logits(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+    ) -> Tensor:  # [rows, local_vocab_size] float32
+        """Logits of the vocabulary ids [local_vocab_start, local_vocab_start + local_vocab_size)."""
+        logits: Tensor = self.head(hidden)
+        return logits.float()
+
+    def _tie(self) -> None:
+        if self._tied:
+            self.head.weight = self.embedding.weight
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, norm, feed-forward. What a sub-layer adds to the residual is added with the next norm."""
+
+    def __init__(self, spec: ModelSpec, index: int, partition: ModelPartition, placement: Placement) -> None:
+        super().__init__()
+        rank = placement.group.rank
+        query_heads, kv_heads = partition.query_heads[rank].size, partition.kv_heads[rank].size
+        self.attention_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
+        self.attention = Attention(spec, index, query_heads, kv_heads, placement)
+        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
+        self.mlp = GatedMlp(spec, partition.ffn_columns[rank].size, placement)
+
+    def forward(
+        self,
+        update: Tensor | None,  # [tokens, hidden] of the layer before; None for the first layer
+        residual: Tensor,  # [tokens, hidden]
+        rotation: Rotation,
+        attention: AttentionContext,
+    ) -> tuple[Tensor, Tensor]:  # both [tokens, hidden]: this layer's update and the residual it belongs to
+        if update is None:
+            normed = self.attention_norm(residual)
+        else:
+            normed, residual = self.attention_norm.add(update, residual)
+        attended = self.attention(normed, rotation, attention)
+        normed, residual = self.mlp_norm.add(attended, residual)
+        return self.mlp(normed), residual

@@ -1,0 +1,49 @@
+"""The elementwise arithmetic between the GEMMs, one named function each, so that a fused kernel can replace one.
+
+Invariant: every function computes a row (token) from that row alone and with the same bits in any batch. Knows
+tensors; knows nothing of parameters, ranks or models.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(
+    hidden: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    epsilon: float,
+) -> Tensor:  # [..., size]
+    return F.rms_norm(hidden, (weight.shape[0],), weight, epsilon)
+
+
+def add_rms_norm(
+    update: Tensor,  # [tokens, hidden], what a sub-layer adds
+    residual: Tensor,  # [tokens, hidden]
+    weight: Tensor,  # [hidden]
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:  # both [tokens, hidden]
+    """The normed sum, and the sum itself, which is the next residual."""
+    residual = residual + update
+    return rms_norm(residual, weight, epsilon), residual
+
+
+def rotate(
+    heads: Tensor,  # [tokens, heads, head_dim]
+    cosine: Tensor,  # [tokens, 1, head_dim / 2]
+    sine: Tensor,  # [tokens, 1, head_dim / 2]
+) -> Tensor:  # [tokens, heads, head_dim], contiguous
+    """Rotary embedding: turns the pair (i, i + head_dim / 2) of each head by its token's angle."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=rotated[..., half:]).addcmul_(first, sine)
+    return rotated
+
+
+def silu_and_multiply(
+    gate_up: Tensor,  # [tokens, 2 * columns], gate first
+) -> Tensor:  # [tokens, columns]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

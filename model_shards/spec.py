@@ -1,0 +1,60 @@
+"""What a model is, in numbers and flags: everything that construction, cutting and planning need of a config.
+
+One decoder serves several families, so a family is a set of flags here, not a class. Knows nothing of files (see
+`weights.metadata`), ranks or torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from model_shards.errors import UnsupportedModel
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only model whose every setting we run.
+
+    Invariant: the head counts divide and all sizes are positive; construction raises `UnsupportedModel` otherwise.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    query_key_norm: bool = False  # an RMS norm over each head before the rotation
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_query_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise UnsupportedModel(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_query_heads % self.num_kv_heads:
+            raise UnsupportedModel(
+                f"{self.num_query_heads} query heads do not divide over {self.num_kv_heads} KV heads"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim is {self.head_dim}; rotary embedding needs an even one")

@@ -1,0 +1,105 @@
+"""Fills one rank's shard of a model from its files, each parameter exactly once, reading only what the rank holds.
+
+Peak memory is the shard and one tensor. Knows layouts and checkpoints; of file formats only
+which there are.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from model_shards.errors import CheckpointError
+from model_shards.families.decoder import Decoder
+from model_shards.group import TensorParallelGroup
+from model_shards.layers.placement import Placement
+from model_shards.partition import ParameterLayout
+from model_shards.registry import build_model
+from model_shards.spec import ModelSpec
+from model_shards.weights.checkpoint import Checkpoint
+from model_shards.weights.gguf import GgufCheckpoint
+from model_shards.weights.metadata import read_spec
+from model_shards.weights.safetensors_files import SafetensorsCheckpoint
+
+Progress = Callable[[int, int], None]  # (bytes of weights in memory, bytes there will be)
+
+
+def load_model(
+    path: Path,
+    group: TensorParallelGroup,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool = True,
+    on_progress: Progress | None = None,
+) -> Decoder:
+    """The shard of `group.rank`, filled and ready to run.
+
+    Raises `UnsupportedModel`, `PartitionError`, or `CheckpointError` naming the file and the tensor.
+    """
+    spec = read_spec(path)
+    model = build_model(spec, Placement(group, device, dtype, batch_invariant))
+    with closing(open_checkpoint(path, spec)) as checkpoint:
+        fill(model, checkpoint, rank=group.rank, device=device, dtype=dtype, on_progress=on_progress)
+    model.prepare()
+    return model
+
+
+def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
+    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(path, spec)
+
+
+def fill(
+    model: Decoder,
+    checkpoint: Checkpoint,
+    *,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Progress | None = None,
+) -> None:
+    """Give every parameter its memory and its values. Raises `CheckpointError` if one is left without."""
+    layout = model.layout
+    checkpoint.check([piece.tensor for parameter in layout.values() for piece in parameter.pieces])
+    unnamed = {name for name, _ in model.named_parameters()} - layout.keys()
+    if unnamed:
+        raise CheckpointError(f"rank {rank}: nothing fills the parameters {sorted(unnamed)}")
+    total = sum(parameter.local_size(rank) for parameter in layout.values()) * dtype.itemsize
+    done = 0
+    for name, parameter in layout.items():
+        filled = _read_parameter(checkpoint, parameter, rank, device, dtype)
+        _set_parameter(model, name, filled)
+        done += filled.numel() * dtype.itemsize
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+def _read_parameter(
+    checkpoint: Checkpoint, layout: ParameterLayout, rank: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    parameter = torch.empty(layout.local_shape(rank), dtype=dtype, device=device)
+    row = 0
+    for piece in layout.pieces:
+        shape = checkpoint.shape_of(piece.tensor)
+        if shape != piece.partition.shape:
+            raise CheckpointError(
+                f"{checkpoint.file_of(piece.tensor)}: tensor {piece.tensor!r} has shape {list(shape)}, "
+                f"but the config says {list(piece.partition.shape)}"
+            )
+        part = checkpoint.read(piece.tensor, piece.partition.local_spans(rank))
+        parameter[row : row + part.shape[0]].copy_(part)
+        row += part.shape[0]
+    assert row == parameter.shape[0], "the pieces of a parameter fill all its rows"
+    return parameter
+
+
+def _set_parameter(model: nn.Module, name: str, filled: Tensor) -> None:
+    """Put `filled` in the place of the empty parameter `name`, once."""
+    path, leaf = name.rsplit(".", 1)
+    module = model.get_submodule(path)
+    empty = module.get_parameter(leaf)
+    assert empty.is_meta, f"{name} is filled twice"
+    assert empty.shape == filled.shape, f"{name}: the module has {empty.shape}, the layout {filled.shape}"
+    module.register_parameter(leaf, nn.Parameter(filled, requires_grad=False))

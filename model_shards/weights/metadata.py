@@ -1,0 +1,260 @@
+"""From a model's own description, `config.json` or a GGUF header, to a `ModelSpec`. Torch-free.
+
+Whatever changes the arithmetic and is not run here is refused by name. Knows the keys of both formats; reads no
+weights, only which tensors there are.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model_shards.errors import CheckpointError, UnsupportedModel
+from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
+from model_shards.weights.gguf_header import GgufHeader
+from model_shards.weights.safetensors_index import find_tensors, has_weights
+
+_CLASSES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_DEFAULT_THETA = 10_000.0
+# Settings that change the arithmetic, each with the only values that we run.
+_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+    "rope_interleaved": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+_GGUF_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "rope.scaling.type": (None, "none"),
+    "rope.scale_linear": (None, 1.0),
+    "rope.scaling.factor": (None, 1.0),
+    "expert_count": (None, 0),
+}
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of a Hugging Face folder or of a GGUF file.
+
+    Raises `UnsupportedModel` naming the setting, or `CheckpointError` naming the file and what is wrong in it.
+    """
+    if path.is_dir():
+        return _read_folder(path)
+    return _read_gguf(path)
+
+
+def _read_folder(folder: Path) -> ModelSpec:
+    file = folder / "config.json"
+    config = _Fields(file, _read_json(file))
+    architecture = _architecture_of(config)
+    _refuse_others(config, _ONLY_VALUES)
+    _refuse_sliding_window(config, architecture)
+    query_heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    llama = architecture == "llama"
+    attention_bias = llama and config.flag("attention_bias", False)
+    qwen3_bias = architecture == "qwen3" and config.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        num_layers=config.integer("num_hidden_layers"),
+        num_query_heads=query_heads,
+        num_kv_heads=config.integer("num_key_value_heads", query_heads),
+        head_dim=config.integer("head_dim", hidden // max(query_heads, 1)),
+        intermediate_size=config.integer("intermediate_size"),
+        max_positions=config.integer("max_position_embeddings"),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+        tied_embeddings=_is_tied(folder, config),
+        qkv_bias=architecture == "qwen2" or attention_bias or qwen3_bias,
+        output_bias=attention_bias or qwen3_bias,
+        mlp_bias=llama and config.flag("mlp_bias", False),
+        query_key_norm=architecture == "qwen3",
+        bos_token_id=config.integer("bos_token_id", None),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+
+
+def _read_gguf(path: Path) -> ModelSpec:
+    header = GgufHeader(path)
+    name = header.fields.get("general.architecture")
+    architecture = next((known for known in ARCHITECTURES if known == name), None)
+    if architecture is None:
+        raise UnsupportedModel(f"{path}: general.architecture is {name!r}; we run {', '.join(ARCHITECTURES)}")
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
+    for key in own.keys() & {"attention.head_count", "feed_forward_length"}:
+        if header.has_array(prefix + key):
+            raise UnsupportedModel(f"{path}: {prefix}{key} differs between layers")
+    fields = _Fields(path, own)
+    _refuse_others(fields, _GGUF_ONLY_VALUES)
+    if "rope_freqs.weight" in header.tensors:
+        raise UnsupportedModel(f"{path}: rope_freqs.weight (scaled rotary frequencies) is not supported")
+    query_heads = fields.integer("attention.head_count")
+    hidden = fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden // max(query_heads, 1))
+    if fields.integer("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel(f"{path}: {prefix}rope.dimension_count differs from the head size {head_dim}")
+    max_positions = fields.integer("context_length")
+    if fields.integer("attention.sliding_window", max_positions) < max_positions:
+        raise UnsupportedModel(f"{path}: {prefix}attention.sliding_window is not supported")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=_gguf_vocabulary(header),
+        hidden_size=hidden,
+        num_layers=fields.integer("block_count"),
+        num_query_heads=query_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", query_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("feed_forward_length"),
+        max_positions=max_positions,
+        norm_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number("rope.freq_base", _DEFAULT_THETA),
+        tied_embeddings="output.weight" not in header.tensors,
+        qkv_bias="blk.0.attn_q.bias" in header.tensors,
+        output_bias="blk.0.attn_output.bias" in header.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in header.tensors,
+        query_key_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        bos_token_id=_gguf_token(header, "bos_token_id"),
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                token
+                for token in (_gguf_token(header, key) for key in ("eos_token_id", "eot_token_id"))
+                if token is not None
+            )
+        ),
+    )
+
+
+def _architecture_of(config: "_Fields") -> Architecture:
+    names = config.values.get("architectures") or []
+    model_type = config.values.get("model_type")
+    if names:
+        architecture = _CLASSES.get(names[0]) if isinstance(names, list) else None
+    else:
+        architecture = next((known for known in ARCHITECTURES if known == model_type), None)
+    if architecture is None:
+        raise UnsupportedModel(
+            f"{config.file}: architecture {names[0] if names else model_type!r} is not supported; "
+            f"we run {', '.join(_CLASSES)}"
+        )
+    return architecture
+
+
+def _refuse_others(fields: "_Fields", only: Mapping[str, tuple[object, ...]]) -> None:
+    for key, values in only.items():
+        value = fields.values.get(key, values[0])
+        if value not in values:
+            raise UnsupportedModel(f"{fields.file}: {key} = {value!r} is not supported")
+
+
+def _refuse_sliding_window(config: "_Fields", architecture: Architecture) -> None:
+    layer_types = config.values.get("layer_types") or []
+    if any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModel(f"{config.file}: layer_types other than full_attention are not supported")
+    window = config.integer("sliding_window", None)
+    used = architecture == "mistral" or config.flag("use_sliding_window", False)
+    if used and window is not None and window < config.integer("max_position_embeddings"):
+        raise UnsupportedModel(f"{config.file}: sliding_window = {window} is not supported")
+
+
+def _rope_theta(config: "_Fields") -> float:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; plain rotation only."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.values.get(key) or {}
+        if not isinstance(rope, Mapping):
+            raise UnsupportedModel(f"{config.file}: {key} = {rope!r} is not supported")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise UnsupportedModel(f"{config.file}: {key} of type {kind!r} is not supported")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModel(f"{config.file}: {key}.partial_rotary_factor is not supported")
+        if "rope_theta" in rope:
+            return _Fields(config.file, rope).number("rope_theta")
+    return config.number("rope_theta", _DEFAULT_THETA)
+
+
+def _is_tied(folder: Path, config: "_Fields") -> bool:
+    """Whether the head is the embedding. A head in the files is always used: an exporter may have written one
+    beside a flag that says otherwise, and if it is a copy the logits are the same."""
+    flag = config.flag("tie_word_embeddings", None)
+    if not has_weights(folder):
+        return bool(flag)
+    return flag is not False and "lm_head.weight" not in find_tensors(folder)
+
+
+def _eos_token_ids(folder: Path, config: "_Fields") -> tuple[int, ...]:
+    """`generation_config.json` speaks for generation and goes first; `config.json` where it is silent."""
+    file = folder / "generation_config.json"
+    generation = _read_json(file) if file.is_file() else {}
+    ids = generation.get("eos_token_id", config.values.get("eos_token_id"))
+    if ids is None:
+        return ()
+    listed = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) for token in listed):
+        raise CheckpointError(f"{folder}: eos_token_id is {ids!r}, not an id or a list of ids")
+    return tuple(listed)
+
+
+def _gguf_vocabulary(header: GgufHeader) -> int:
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{header.path}: has no tensor 'token_embd.weight'")
+    return embedding.shape[0]
+
+
+def _gguf_token(header: GgufHeader, key: str) -> int | None:
+    token = header.fields.get(f"tokenizer.ggml.{key}")
+    return token if isinstance(token, int) else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: is not a JSON object")
+    return content
+
+
+class _Fields:
+    """Typed access to a mapping that came from a file: a wrong type is an error with the file and the key."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def integer(self, key: str, default: Any = ...) -> Any:
+        value = self._value(key, default)
+        if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
+            raise CheckpointError(f"{self.file}: {key} is {value!r}, not an integer")
+        return value
+
+    def number(self, key: str, default: Any = ...) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise CheckpointError(f"{self.file}: {key} is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, key: str, default: Any) -> Any:
+        value = self._value(key, default)
+        if value is not default and not isinstance(value, bool):
+            raise CheckpointError(f"{self.file}: {key} is {value!r}, not true or false")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is ...:
+            raise CheckpointError(f"{self.file}: {key} is missing")
+        return default

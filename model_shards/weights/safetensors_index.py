@@ -1,0 +1,47 @@
+"""Which tensors a Hugging Face folder has, and in which of its safetensors files. Torch-free.
+
+Knows file names and indexes; reads no weights.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from model_shards.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Tensor name, as the files have it -> its file. Raises `CheckpointError` where there are no safetensors."""
+    index = folder / _INDEX
+    if index.is_file():
+        return _read_index(index)
+    single = folder / _SINGLE
+    if not single.is_file():
+        raise CheckpointError(f"{folder}: has neither {_SINGLE} nor {_INDEX}; other weight files are not read")
+    try:
+        with safe_open(single, framework="numpy") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{single}: {error}") from error
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(tensor): index.parent / str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: is not an index of safetensors files: {error!r}") from error
+    for tensor, file in files.items():
+        if file.parent != index.parent:
+            raise CheckpointError(f"{index}: puts {tensor!r} outside its own folder, in {file}")
+        if not file.is_file():
+            raise CheckpointError(f"{index}: puts {tensor!r} in {file.name}, which is missing")
+    return files

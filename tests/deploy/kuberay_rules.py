@@ -90,6 +90,11 @@ def _containers(group: Spec) -> list[Spec]:
     return containers
 
 
+def _limits(group: Spec) -> Spec:
+    limits: Spec = _containers(group)[0].get("resources", {}).get("limits", {})
+    return limits
+
+
 def _environment(group: Spec) -> dict[str, Any]:
     return {each["name"]: each.get("value") for each in _containers(group)[0].get("env", [])}
 
@@ -165,8 +170,7 @@ def _room_problems(spec: Spec) -> Iterator[str]:
         ranks = args.get("tensor_parallel_size", 1)
         for resource in ("cpu", "nvidia.com/gpu") if args.get("device") == "cuda" else ("cpu",):
             offered = sum(
-                group.get("replicas", 0)
-                * quantity(_containers(group)[0].get("resources", {}).get("limits", {}).get(resource, 0))
+                group.get("replicas", 0) * quantity(_limits(group).get(resource, 0))
                 for group in spec["rayClusterConfig"].get("workerGroupSpecs", [])
             )
             if offered < ranks:

@@ -218,9 +218,9 @@ def test_pip_that_hangs_is_ended(registry: Registry, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("value", "base"), [("/caches", "/caches"), ("relative", "/home/me/.cache"), ("", "/home/me/.cache")]
+    ("value", "base"), [("/caches", "/caches"), ("relative", "/var/me/.cache"), ("", "/var/me/.cache")]
 )
 def test_the_cache_follows_xdg(value: str, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/var/me")
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     assert cache_folder() == Path(base) / "shardserve" / "models"

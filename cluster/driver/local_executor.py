@@ -14,7 +14,7 @@ from cluster.driver.sizing import RankMemory
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.errors import InvalidConfig, StartupFailed
 from model_shards.errors import ModelError
-from workers.device import default_device, free_memory, set_threads, threads_per_rank
+from workers.device import default_device, free_memory, set_threads, threads_per_rank, torch_dtype
 from workers.errors import WorkerError
 from workers.protocol import StepPlan, StepResult
 
@@ -37,7 +37,7 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
-    def take_result(self, timeout_s: float) -> StepResult:  # noqa: ARG002
+    def take_result(self, timeout_s: float) -> StepResult:
         if self._runner is None or not self._plans:
             raise ExecutorFailed("no step is in flight")
         try:
@@ -61,6 +61,8 @@ def start_local_group(config: ClusterConfig) -> StartedGroup:
 
 
 def _start(config: ClusterConfig) -> StartedGroup:
+    import torch
+
     from model_shards.group import SingleRank
     from model_shards.weights.loader import load_model
     from workers.kv_cache import bytes_per_block
@@ -72,7 +74,13 @@ def _start(config: ClusterConfig) -> StartedGroup:
     if device == "cpu":
         set_threads(worker.num_threads)
     group = SingleRank()
-    model = load_model(files.path, group, device=device, dtype=worker.dtype, on_progress=logger.info)
+    model = load_model(
+        files.path,
+        group,
+        device=torch.device(device),
+        dtype=torch_dtype(worker.dtype),
+        batch_invariant=worker.batch_invariant,
+    )
     memory = RankMemory("here", free_memory(device), bytes_per_block(model, worker.block_size, worker.dtype))
     num_blocks, served = fit(config, files, worker, [memory])
     executor = LocalExecutor(Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size))

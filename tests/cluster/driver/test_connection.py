@@ -215,7 +215,7 @@ async def test_a_drivers_death_fails_what_is_open_and_its_successor_is_found(con
 
 
 async def test_a_failed_group_is_a_clear_error_to_open_streams(connect: Connect) -> None:
-    connection, switchboard = await connect(die_at_step=5)
+    connection, _ = await connect(die_at_step=5)
 
     with pytest.raises(ShardserveError, match="a rank died in step 5") as caught:
         await tokens(connection.stream(count_from(1, 100)))

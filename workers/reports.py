@@ -64,7 +64,7 @@ class LoadReport:
     """What loading the shard took and what it leaves for the KV cache."""
 
     rank: int
-    weight_bytes: int  # parameters and buffers that share memory counted once
+    weight_bytes: int  # of this rank's shard as it was read; a packed copy of a tied head comes on top
     seconds: float
     bytes_per_block: int  # of KV cache, all layers of this rank
     free_memory: int  # bytes, after loading

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from model_shards.model import ShardedModel
 from model_shards.weights.loader import load_model
@@ -110,7 +109,8 @@ class Worker:
         self._model = model
         return LoadReport(
             rank=self._rank,
-            weight_bytes=_weight_bytes(model),
+            weight_bytes=sum(parameter.local_size(self._rank) for parameter in model.layout.values())
+            * torch_dtype(config.dtype).itemsize,
             seconds=time.perf_counter() - started,
             bytes_per_block=bytes_per_block(model, config.block_size, config.dtype),
             free_memory=free_memory(config.device),
@@ -231,12 +231,3 @@ def _driver_watched(channel: WorkerChannel, endpoint: WorkerEndpoint) -> Iterato
         yield
     finally:
         os.close(fd)
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers; storage that several of them share counts once."""
-    storages = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

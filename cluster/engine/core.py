@@ -81,23 +81,23 @@ class EngineCore:
         """End every live choice by our fault."""
         return self._end(list(self._live()), FinishReason.ERROR, error)
 
-    def step(self) -> list[TokenDelta]:
-        """Plan and hand out the next step; take and apply the oldest result when enough are in flight.
-
-        Raises `ExecutorFailed`.
-        """
+    def plan_step(self) -> bool:
+        """Plan the next step and hand it to the ranks. Whether there was one to plan. Raises `ExecutorFailed`."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self._hand_out(plan)
+        return plan is not None
+
+    def finish_step(self, planned: bool) -> list[TokenDelta]:
+        """Wait for the oldest step in flight when no more may be planned before it. Raises `ExecutorFailed`."""
         in_flight = len(self.scheduler.in_flight)
-        if in_flight and (plan is None or in_flight >= self._config.max_steps_in_flight):
+        if in_flight and (not planned or in_flight >= self._config.max_steps_in_flight):
             return self._take_result()
-        if plan is None and self.scheduler.has_work:
-            raise AssertionError("sequences live, no step is in flight, and none can be planned")
+        assert planned or self.idle, "sequences live, no step is in flight, and none can be planned"
         return []
 
     def heartbeat(self) -> None:
-        """Hand out a step without sequences; its result is taken by `step`. Raises `ExecutorFailed`."""
+        """Hand out a step without sequences; its result is taken by `finish_step`. Raises `ExecutorFailed`."""
         self._hand_out(self.scheduler.heartbeat())
 
     def stats(self) -> EngineStats:

@@ -167,7 +167,10 @@ class Engine:
         self._apply(commands)
         if self._core.idle and not commands:
             self._core.heartbeat()
-        self._outbox += self._core.step()
+        planned = self._core.plan_step()
+        if commands:
+            self._hand_over()  # who came and who left shows before the step is waited for
+        self._outbox += self._core.finish_step(planned)
         self._hand_over()
 
     def _apply(self, commands: list[_Command]) -> None:

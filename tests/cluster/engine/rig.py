@@ -1,0 +1,134 @@
+"""An engine core on a scripted executor, turned by hand: what every test of the engine looks at.
+
+After each turn it checks what must always hold: blocks and queues agree, the ranks' mirror equals the driver's
+state, the oldest sequence makes progress, and no choice gets a delta after its last.
+"""
+
+from collections import Counter
+from typing import Any
+
+from cluster.engine.config import EngineConfig
+from cluster.engine.core import EngineCore
+from cluster.engine.executor import Capacity
+from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tests.fakes.scripted_executor import NextToken, ScriptedExecutor, count_up
+
+Key = tuple[str, int]  # request id, choice
+
+
+def make_request(
+    request_id: str, num_prompt_tokens: int, max_tokens: int | None, *, first: int = 1, **sampling: Any
+) -> GenerationRequest:
+    """A prompt that counts up from `first`."""
+    prompt = tuple(range(first, first + num_prompt_tokens))
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return GenerationRequest(request_id, prompt, params)
+
+
+def counted(request: GenerationRequest) -> list[int]:
+    """What the counter model answers, when nothing but max_tokens ends it."""
+    start = request.prompt_token_ids[-1] + 1
+    return list(range(start, start + (request.sampling.max_tokens or 0)))
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        depth: int,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        max_model_len: int = 1000,
+        eos_token_ids: tuple[int, ...] = (),
+        next_token: NextToken = count_up,
+    ) -> None:
+        self.config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=depth,
+            eos_token_ids=eos_token_ids,
+        )
+        self.executor = ScriptedExecutor(
+            Capacity(num_blocks, block_size),
+            next_token,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.core = EngineCore(self.executor, self.config, clock=lambda: float(len(self.executor.executed)))
+        self.tokens: dict[Key, list[int]] = {}
+        self.reasons: dict[Key, FinishReason] = {}
+        self._last_progress: tuple[object, int] = (None, 0)
+
+    def add(self, *requests: GenerationRequest) -> None:
+        for request in requests:
+            self.core.add(request)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self._collect(self.core.abort(request_id, choice))
+
+    def turn(self) -> list[TokenDelta]:
+        deltas = self.core.finish_step(self.core.plan_step())
+        self._collect(deltas)
+        self.core.check_integrity()
+        self._check_mirror()
+        self._check_progress()
+        return deltas
+
+    def run_until_idle(self, limit: int = 5000) -> int:
+        """How many turns it took."""
+        for turns in range(limit):
+            if self.core.idle:
+                return turns
+            self.turn()
+        raise AssertionError(f"not idle after {limit} turns: {self.core.stats()}")
+
+    def run_until_first_token(self, request_id: str, limit: int = 5000) -> int:
+        for turns in range(limit):
+            if self.tokens.get((request_id, 0)):
+                return turns
+            self.turn()
+        raise AssertionError(f"no token of {request_id} after {limit} turns")
+
+    def assert_nothing_left(self) -> None:
+        stats = self.core.stats()
+        assert self.core.idle
+        assert (stats.running, stats.waiting, stats.waiting_requests) == (0, 0, 0)
+        assert stats.free_blocks == stats.total_blocks
+        assert stats.received == sum(stats.finished.values()) == len(self.reasons)
+        assert stats.generation_tokens == sum(map(len, self.tokens.values()))
+        assert Counter(self.reasons.values()) == +Counter(stats.finished)
+        assert self.executor.mirror == {}
+
+    def _collect(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            key = (delta.request_id, delta.choice)
+            assert key not in self.reasons, f"a delta of {key} after its last"
+            self.tokens.setdefault(key, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.reasons[key] = delta.finish_reason
+
+    def _check_mirror(self) -> None:
+        """Only when no plan is in flight are both sides at the same step."""
+        scheduler = self.core.scheduler
+        if scheduler.in_flight:
+            return
+        for sequence in scheduler.running:
+            mirrored = self.executor.mirror[sequence.sequence_id]
+            assert mirrored.token_ids == sequence.token_ids
+            assert mirrored.blocks == sequence.blocks
+            assert mirrored.num_computed == sequence.num_computed_tokens
+
+    def _check_progress(self) -> None:
+        scheduler = self.core.scheduler
+        live = [*scheduler.running, *scheduler.waiting]
+        if not live:
+            self._last_progress = (None, 0)
+            return
+        oldest = live[0]
+        now = (oldest.sequence_id, len(oldest.token_ids), oldest.num_computed_tokens)
+        before, count = self._last_progress
+        self._last_progress = (now, count + 1 if now == before else 0)
+        assert self._last_progress[1] <= self.config.max_steps_in_flight, f"the oldest sequence is stuck: {now}"

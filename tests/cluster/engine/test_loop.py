@@ -1,0 +1,324 @@
+"""The engine in its thread: what callers see, what a failure does, and that nothing outside can hold it up."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from cluster.engine.config import EngineConfig
+from cluster.engine.executor import Capacity
+from cluster.engine.loop import Engine
+from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.generation import FinishReason, TokenDelta
+from tests.cluster.engine.rig import Key, counted, make_request
+from tests.fakes.scripted_executor import ScriptedExecutor
+from workers.protocol import SamplingSettings
+
+_PATIENCE_S = 20.0
+
+
+class Inbox:
+    """Collects deltas, and lets a test wait until they satisfy something."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.tokens: dict[Key, list[int]] = {}
+        self.last: dict[Key, TokenDelta] = {}
+
+    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
+        with self._changed:
+            for delta in deltas:
+                key = (delta.request_id, delta.choice)
+                assert key not in self.last
+                self.tokens.setdefault(key, []).extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self.last[key] = delta
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, _PATIENCE_S)
+
+    def wait_for_end(self, *keys: Key) -> None:
+        self.wait(lambda: all(key in self.last for key in keys))
+
+    def reasons(self) -> dict[Key, FinishReason | None]:
+        return {key: delta.finish_reason for key, delta in self.last.items()}
+
+
+class Gate:
+    """A model that makes tokens only while it is open: stops a step in the middle for as long as a test needs."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, token_ids: Sequence[int], sampling: SamplingSettings) -> int:
+        self.reached.set()
+        assert self.open.wait(_PATIENCE_S)
+        return token_ids[-1] + 1
+
+
+@contextmanager
+def running(
+    executor: ScriptedExecutor,
+    publish: Callable[[Sequence[TokenDelta]], None],
+    *,
+    depth: int,
+    max_waiting_requests: int = 100,
+    step_deadline_s: float = 30.0,
+    heartbeat_interval_s: float = 30.0,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Iterator[Engine]:
+    config = EngineConfig(
+        max_model_len=5000,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_waiting_requests=max_waiting_requests,
+        max_steps_in_flight=depth,
+        step_deadline_s=step_deadline_s,
+        heartbeat_interval_s=heartbeat_interval_s,
+        eos_token_ids=eos_token_ids,
+    )
+    engine = Engine(executor, config, publish)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        assert executor.stopped
+
+
+def scripted(num_blocks: int = 2000, **settings: object) -> ScriptedExecutor:
+    return ScriptedExecutor(Capacity(num_blocks, 4), verify=False, **settings)  # type: ignore[arg-type]
+
+
+def assert_empty(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.waiting_requests) == (0, 0, 0)
+    assert stats.free_blocks == stats.total_blocks
+    assert stats.received == sum(stats.finished.values())
+
+
+def test_many_requests_from_many_threads(depth: int) -> None:
+    inbox, executor = Inbox(), scripted(num_blocks=30)
+    requests = [make_request(f"r{i}", 5 + i, 30, first=10 * i) for i in range(12)]
+    with running(executor, inbox, depth=depth) as engine:
+        threads = [threading.Thread(target=engine.submit, args=(request,)) for request in requests]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE_S)
+        inbox.wait_for_end(*((request.request_id, 0) for request in requests))
+        assert_empty(engine)
+        assert engine.stats().generation_tokens == 12 * 30
+        assert engine.stats().prompt_tokens == sum(range(5, 17))
+    for request in requests:
+        assert inbox.tokens[request.request_id, 0] == counted(request)
+    assert executor.mirror == {}
+
+
+def test_stop_token_is_the_last_id(depth: int) -> None:
+    inbox = Inbox()
+    with running(scripted(), inbox, depth=depth, eos_token_ids=(9,)) as engine:
+        engine.submit(make_request("r", 5, 30))
+        inbox.wait_for_end(("r", 0))
+    assert inbox.tokens["r", 0] == [6, 7, 8, 9]
+    assert inbox.last["r", 0].finish_reason is FinishReason.STOP
+
+
+def test_what_cannot_fit_and_what_runs_already_is_refused(depth: int) -> None:
+    gate, inbox = Gate(), Inbox()
+    with running(scripted(next_token=gate), inbox, depth=depth) as engine:
+        with pytest.raises(InvalidRequest, match="5001 tokens together"):
+            engine.submit(make_request("r", 1, 5000))
+        engine.submit(make_request("r", 1, 5))
+        with pytest.raises(InvalidRequest, match="'r' is running already"):
+            engine.submit(make_request("r", 1, 5))
+        gate.open.set()
+        inbox.wait_for_end(("r", 0))
+        engine.submit(make_request("r2", 1, 5))
+        inbox.wait_for_end(("r2", 0))
+        assert engine.stats().received == 2
+
+
+def test_overload_counts_requests_not_yet_started(depth: int) -> None:
+    gate, inbox = Gate(), Inbox()
+    with running(scripted(next_token=gate), inbox, depth=depth, max_waiting_requests=2) as engine:
+        engine.submit(make_request("runs", 1, 5, n=4))  # takes all seats
+        assert gate.reached.wait(_PATIENCE_S)
+        engine.submit(make_request("w1", 1, 5, n=3))
+        engine.submit(make_request("w2", 1, 5))
+        with pytest.raises(Overloaded, match="2 requests wait already, and the limit is 2") as caught:
+            engine.submit(make_request("w3", 1, 5))
+        assert caught.value.retry_after_s >= 1.0
+        assert engine.stats().waiting_requests == 2
+        gate.open.set()
+        assert engine.drain(_PATIENCE_S)
+        assert_empty(engine)
+
+
+def test_abort_in_any_phase_leaves_nothing(depth: int) -> None:
+    gate, inbox = Gate(), Inbox()
+    with running(scripted(next_token=gate), inbox, depth=depth) as engine:
+        engine.abort("never was")
+        engine.submit(make_request("runs", 3, 4000, n=4))
+        assert gate.reached.wait(_PATIENCE_S)
+        engine.submit(make_request("waits", 3, 4000))
+        for _ in range(2):
+            engine.abort("runs", 1)
+            engine.abort("runs")
+            engine.abort("waits")
+        gate.open.set()
+        inbox.wait_for_end(("waits", 0), *(("runs", choice) for choice in range(4)))
+        assert set(inbox.reasons().values()) == {FinishReason.ABORT}
+        engine.abort("runs")
+        assert engine.drain(_PATIENCE_S)
+        assert_empty(engine)  # case 48: the gauges are back as well
+
+
+def test_a_publish_that_raises_ends_nothing(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox()
+    calls = []
+
+    def publish(deltas: Sequence[TokenDelta]) -> None:
+        calls.append(deltas)
+        inbox(deltas)
+        raise RuntimeError("receiver is broken")
+
+    with caplog.at_level(logging.CRITICAL), running(scripted(), publish, depth=depth) as engine:
+        engine.submit(make_request("r", 3, 20))
+        inbox.wait_for_end(("r", 0))
+        assert engine.failure is None
+    assert inbox.tokens["r", 0] == list(range(4, 24))
+
+
+def test_a_publish_that_blocks_holds_up_no_step(depth: int) -> None:
+    inbox, release = Inbox(), threading.Event()
+
+    def publish(deltas: Sequence[TokenDelta]) -> None:
+        assert release.wait(_PATIENCE_S)
+        inbox(deltas)
+
+    with running(scripted(), publish, depth=depth) as engine:
+        engine.submit(make_request("r", 3, 50))
+        assert engine.drain(_PATIENCE_S)  # all steps ran while the first call hangs
+        assert engine.stats().generation_tokens == 50
+        release.set()
+        inbox.wait_for_end(("r", 0))
+    assert inbox.tokens["r", 0] == list(range(4, 54))
+
+
+@pytest.mark.parametrize("how", [{"die_at_step": 5}, {"die_on_submit": 5}])
+def test_death_tells_every_request_once_and_refuses_new_ones(depth: int, how: dict[str, int]) -> None:
+    inbox, executor = Inbox(), scripted(**how)
+    with running(executor, inbox, depth=depth) as engine:
+        engine.submit(make_request("r", 3, 100, n=6))
+        inbox.wait_for_end(*(("r", choice) for choice in range(6)))
+        assert {delta.finish_reason for delta in inbox.last.values()} == {FinishReason.ERROR}
+        assert all("the worker group failed: scripted" in (delta.error or "") for delta in inbox.last.values())
+        assert engine.failure is not None
+        with pytest.raises(Unavailable, match="scripted"):
+            engine.submit(make_request("late", 3, 5))
+        assert engine.drain(1.0)
+        assert_empty(engine)
+        assert engine.stats().finished[FinishReason.ERROR] == 6
+
+
+def test_a_step_past_its_deadline_is_a_failure(depth: int) -> None:
+    inbox = Inbox()
+    with running(scripted(step_time_s=30.0), inbox, depth=depth, step_deadline_s=0.05) as engine:
+        engine.submit(make_request("r", 3, 5))
+        inbox.wait_for_end(("r", 0))
+        assert "no result within 0.05 s" in (engine.failure or "")
+
+
+def test_a_bug_is_a_failure_and_not_a_silent_end(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox()
+
+    def broken(token_ids: Sequence[int], sampling: SamplingSettings) -> int:
+        raise ZeroDivisionError("a bug")
+
+    with caplog.at_level(logging.CRITICAL), running(scripted(next_token=broken), inbox, depth=depth) as engine:
+        engine.submit(make_request("r", 3, 5))
+        inbox.wait_for_end(("r", 0))
+        assert engine.failure == "the engine failed: ZeroDivisionError: a bug"
+
+
+def test_an_idle_engine_proves_that_the_ranks_live(depth: int) -> None:
+    executor = scripted(die_at_step=3)
+    with running(executor, Inbox(), depth=depth, heartbeat_interval_s=0.01) as engine:
+        engine._thread.join(_PATIENCE_S)
+        assert "died in step 3" in (engine.failure or "")
+        assert engine.stats().steps == 3
+    assert all(not plan.new and not plan.known for plan in executor.executed)
+
+
+def test_drain_lets_running_requests_finish_and_refuses_new_ones(depth: int) -> None:
+    gate, inbox = Gate(), Inbox()
+    with running(scripted(next_token=gate), inbox, depth=depth) as engine:
+        engine.submit(make_request("r", 3, 20))
+        assert not engine.drain(0.01)
+        with pytest.raises(Unavailable, match="draining"):
+            engine.submit(make_request("late", 3, 5))
+        gate.open.set()
+        assert engine.drain(_PATIENCE_S)
+        inbox.wait_for_end(("r", 0))
+        assert inbox.last["r", 0].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_ends_what_runs_with_an_error_and_is_idempotent(depth: int) -> None:
+    gate, inbox, executor = Gate(), Inbox(), scripted()
+    executor.next_token = gate
+    with running(executor, inbox, depth=depth) as engine:
+        engine.submit(make_request("runs", 3, 4000))
+        assert gate.reached.wait(_PATIENCE_S)
+        engine.submit(make_request("queued", 3, 4000))
+        stopper = threading.Thread(target=engine.stop)
+        stopper.start()
+        gate.open.set()
+        stopper.join(_PATIENCE_S)
+        engine.stop()
+        assert inbox.reasons() == {("runs", 0): FinishReason.ERROR, ("queued", 0): FinishReason.ERROR}
+        assert engine.failure is None
+        with pytest.raises(Unavailable):
+            engine.submit(make_request("late", 3, 5))
+        assert_empty(engine)
+
+
+def test_an_engine_that_never_started_refuses_and_stops() -> None:
+    executor = scripted()
+    engine = Engine(executor, EngineConfig(max_model_len=100), Inbox())
+    with pytest.raises(Unavailable, match="has not started"):
+        engine.submit(make_request("r", 3, 5))
+    engine.stop()
+    engine.stop()
+    assert executor.stopped
+
+
+def test_counts_add_up_at_every_moment(depth: int) -> None:
+    inbox, over = Inbox(), threading.Event()
+    broken = []
+
+    def scrape(engine: Engine) -> None:
+        while not over.is_set():
+            stats = engine.stats()
+            if stats.received != stats.running + stats.waiting + sum(stats.finished.values()):
+                broken.append(stats)
+
+    with running(scripted(num_blocks=40), inbox, depth=depth) as engine:
+        scraper = threading.Thread(target=scrape, args=(engine,))
+        scraper.start()
+        try:
+            for number in range(40):
+                engine.submit(make_request(f"r{number}", 5, 20, n=2))
+                if number % 5 == 0:
+                    engine.abort(f"r{number}", 1)
+            assert engine.drain(_PATIENCE_S)
+        finally:
+            over.set()
+            scraper.join(_PATIENCE_S)
+        assert engine.stats().received == 80
+    assert not broken

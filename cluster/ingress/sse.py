@@ -1,0 +1,122 @@
+"""A prepared request as an HTTP response: streamed as server-sent events, or whole.
+
+Nothing is sent before every prompt has its first token, so that a refusal has its own status with and without
+`stream`. The client's going away ends the work at once. Knows ASGI and a `Feed`; knows nothing of request bodies.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import ShardserveError
+from cluster.generation import GenerationRequest
+from cluster.ingress.feed import Feed
+from cluster.ingress.openai import api_error
+from cluster.ingress.rendering import DONE, ChunkRenderer, Identity, Usage, error_event, whole_answer
+from cluster.text.choice import CompletionBuilder
+from cluster.text.completer import Completer
+
+_log = logging.getLogger(__name__)
+
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx and its kin would otherwise hold events back
+)
+
+
+class Answer(Response):
+    """Owns the request's run from the first token to the last byte."""
+
+    def __init__(
+        self,
+        completer: Completer,
+        requests: Sequence[GenerationRequest],
+        identity: Identity,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        self._completer = completer
+        self._requests = requests
+        self._identity = identity
+        self._stream = stream
+        self._include_usage = include_usage
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_client_leaves(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with Feed(self._completer, self._requests) as feed:
+            await feed.started()
+            if self._stream:
+                await self._send_events(feed, send)
+            else:
+                await (await self._whole(feed))(scope, receive, send)
+
+    async def _whole(self, feed: Feed) -> JSONResponse:
+        builders = [CompletionBuilder(request) for request in self._requests]
+        owners = [
+            builder
+            for builder, request in zip(builders, self._requests, strict=True)
+            for _ in range(request.sampling.n)
+        ]
+        while taken := await feed.take():
+            for choice, delta in taken.items():
+                owners[choice].add(delta)
+        body = whole_answer(self._identity, [builder.completion() for builder in builders])
+        return JSONResponse(body, headers={"x-request-id": self._identity.answer_id})
+
+    async def _send_events(self, feed: Feed, send: Send) -> None:
+        renderer = ChunkRenderer(self._identity, include_usage=self._include_usage)
+        request_id = (b"x-request-id", self._identity.answer_id.encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+        events = renderer.opening(sum(request.sampling.n for request in self._requests))
+        billed = 0
+        try:
+            while taken := await feed.take():
+                for choice, delta in taken.items():
+                    events += renderer.delta(choice, delta)
+                    billed += len(delta.token_ids)
+                if events:
+                    await _send_body(send, events)
+                    events = ""
+            if self._include_usage:
+                events += renderer.usage(Usage(self._prompt_tokens(), billed))
+            events += DONE
+        except Exception as error:
+            if not isinstance(error, ShardserveError):
+                _log.exception("%s failed in the middle of its stream", self._identity.answer_id)
+            events += error_event(api_error(error).body())
+        await _send_body(send, events, more=False)
+
+    def _prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self._requests)
+
+
+async def _send_body(send: Send, events: str, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": events.encode(), "more_body": more})
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work` to its end, or cancel it when the client disconnects. The request's body has been read."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

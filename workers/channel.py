@@ -51,7 +51,7 @@ class DriverChannel:
         self, size: int, incarnation: int, *, host: str | None = None, send_deadline_s: float = _SEND_DEADLINE_S
     ) -> None:
         self._incarnation = incarnation
-        self._send_deadline_s = send_deadline_s
+        self.send_deadline_s = send_deadline_s
         self._next_result = 0
         self._waiting = _Waiting()
         self._folder: Owned | None = None
@@ -92,7 +92,7 @@ class DriverChannel:
         descriptor is readable.
         """
         data = encode(message)
-        deadline = time.monotonic() + self._send_deadline_s
+        deadline = time.monotonic() + self.send_deadline_s
         for rank, socket in enumerate(self._plans):
             _send(socket, data, self._waiting, deadline, f"rank {rank} to take a message")
 

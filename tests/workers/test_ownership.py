@@ -1,0 +1,60 @@
+import os
+import stat
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.workers.processes import spawn_ranks
+from workers.ownership import Owned, reclaim
+
+
+def hold_both(_: int, connection: Connection, parent: Path) -> None:
+    folder, file = Owned.folder(parent, "held"), Owned.file(parent, "held")
+    (folder.path / "inside").touch()
+    connection.send((folder.path, file.path))
+    connection.recv()
+
+
+def test_names_carry_boot_and_owner(tmp_path: Path) -> None:
+    owned = Owned.folder(tmp_path, "steps")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    assert owned.path.name.startswith(f"shardserve-steps-{boot}-{os.getpid()}-")
+    owned.close()
+
+
+@pytest.mark.parametrize(("make", "mode"), [(Owned.folder, 0o700), (Owned.file, 0o600)])
+def test_only_the_user_gets_in(tmp_path: Path, make: object, mode: int) -> None:
+    owned = make(tmp_path, "steps")  # type: ignore[operator]
+    assert stat.S_IMODE(owned.path.stat().st_mode) == mode
+    owned.close()
+
+
+def test_close_removes_with_content_and_may_be_repeated(tmp_path: Path) -> None:
+    owned = Owned.folder(tmp_path, "steps")
+    (owned.path / "socket").touch()
+    owned.close()
+    owned.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_living_process_holds_stays_and_what_a_dead_one_held_goes(tmp_path: Path) -> None:
+    other_kind = tmp_path / "shardserve-other-1"
+    strangers = tmp_path / "steps"
+    other_kind.touch()
+    strangers.touch()
+    with spawn_ranks(hold_both, 1, tmp_path) as [owner]:
+        held = set(owner.receive())
+        assert reclaim(tmp_path, "held") == []
+        assert all(path.exists() for path in held)
+        owner.kill()
+        assert set(reclaim(tmp_path, "held")) == held
+    assert set(tmp_path.iterdir()) == {other_kind, strangers}
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.touch()
+    (tmp_path / "shardserve-steps-link").symlink_to(target)
+    assert reclaim(tmp_path, "steps") == []
+    assert target.exists()

@@ -1,7 +1,7 @@
 """The worker actors of one group as processes: started in their seats, called together, watched and ended.
 
 A rank on the driver's node is watched and killed through its pidfd, which answers within milliseconds and cannot
-mean another process; one on another node through Ray. Knows actors and processes; knows nothing of plans or models.
+mean another process; one on another node through Ray. Knows actors and processes; knows no plans and no models.
 """
 
 import logging

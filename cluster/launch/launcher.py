@@ -1,0 +1,223 @@
+"""One served cluster on this machine, from a model's name to the first token, and back to nothing.
+
+Owns the order of starting and ending, and what overlaps. Leaves Ray, Serve, folders and signals to its neighbours;
+knows nothing of command lines.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from cluster.config import ClusterConfig
+from cluster.errors import StartupFailed
+from cluster.launch import ray_node, serving
+from cluster.launch.preflight import check_port, check_ray_choice
+from cluster.launch.processes import children_named, is_running
+from cluster.launch.progress import Progress
+from cluster.launch.run_folder import RunFolder, reclaim_abandoned
+from model_shards.errors import ModelError
+from model_shards.sources import resolve_model
+
+_log = logging.getLogger(__name__)
+
+APPLICATION = "shardserve"
+AUTO_PROXY: ray_node.Proxy = "serve"
+_DAEMONS = ("gcs_server", "raylet")
+_RAY_GRACE_S = 3.0  # Ray's daemons end within two seconds of a shutdown
+_DRAIN_MARGIN_S = 10.0  # for Serve to take replicas away once their streams have ended
+_FIRST_TOKEN_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Where to serve, and on which Ray."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    address: str | None = None  # None or "local": a Ray of our own; else the address of one that runs
+    proxy: Literal["auto", "serve", "haproxy"] = "auto"
+
+    @property
+    def owns_ray(self) -> bool:
+        return self.address in (None, "local")
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{self.port}"
+
+
+class Launch:
+    """Start once, stop once, in the main thread. `stop` leaves no process, folder or socket, whatever failed."""
+
+    def __init__(self, config: ClusterConfig, options: LaunchOptions, progress: Progress) -> None:
+        self.config = config
+        self.options = options
+        self.ray_address = ""
+        self._progress = progress
+        self._folder: RunFolder | None = None
+        self._is_connected = False
+        self._owns_serve = False
+        self._is_deployed = False
+        self._daemons: list[int] = []
+
+    def start(self, *, after_ray: Callable[[], None] = lambda: None) -> None:
+        """Returns when a token has been made over HTTP. Raises `StartupFailed` or `ModelError`.
+
+        `after_ray` is called once Ray has started, which takes the signals for itself.
+        """
+        check_ray_choice(self.options.address, os.environ)
+        if self.options.owns_ray:
+            check_port(self.options.host, self.options.port)
+        search = _ModelSearch(self.config.model, self._progress.note)
+        search.start()
+        with self._progress.part("Ray"):
+            self._start_ray(search)
+        after_ray()
+        with self._progress.part("HTTP"):
+            self._start_serve()
+        path = self._found_model(search)
+        with self._progress.part("model loaded"):
+            self._deploy(path)
+        with self._progress.part("first token"):
+            make_a_token(self.options.url, self.config.model_name, deadline_s=_FIRST_TOKEN_DEADLINE_S)
+
+    def _start_ray(self, search: "_ModelSearch") -> None:
+        if not self.options.owns_ray:
+            search.join()
+            search.raise_failure()
+            proxy = None if self.options.proxy == "auto" else self.options.proxy
+            self.ray_address = ray_node.connect_ray(self.options.address or "auto", proxy)
+            self._is_connected = True
+            return
+        reclaim_abandoned()
+        self._folder = RunFolder.take()
+        os.environ.update(self._ray_environment(self._folder.path))
+        import ray  # noqa: F401  half a second in which a model that cannot be found turns up, before processes start
+
+        search.raise_failure()
+        self._is_connected = True
+        self.ray_address = ray_node.start_ray(self._folder.path, ranks=self.config.tensor_parallel_size)
+        self._daemons = children_named(_DAEMONS)
+
+    def _ray_environment(self, folder: Path) -> dict[str, str]:
+        stats_port, metrics_port = _free_ports(2)
+        proxy = AUTO_PROXY if self.options.proxy == "auto" else self.options.proxy
+        return ray_node.ray_environment(
+            folder, proxy, os.environ, stats_port=stats_port, metrics_port=metrics_port
+        )
+
+    def _start_serve(self) -> None:
+        if not self.options.owns_ray and serving.is_serve_running():
+            serving.check_joinable(APPLICATION, self.options.port)
+            return
+        if not self.options.owns_ray:
+            check_port(self.options.host, self.options.port)
+        self._owns_serve = True
+        serving.start_serve(self.options.host, self.options.port)
+
+    def _found_model(self, search: "_ModelSearch") -> Path:
+        if search.is_alive():
+            with self._progress.part("model fetched"):
+                search.join()
+        return search.result()
+
+    def _deploy(self, path: Path) -> None:
+        from cluster.application import build
+
+        config = self.config
+        if self.options.owns_ray:  # every process is on this machine: none has to look for the model again
+            config = config.model_copy(update={"model": str(path), "served_model_name": config.model_name})
+        self._is_deployed = True
+        serving.deploy(build(config), APPLICATION)
+        serving.wait_running(APPLICATION, deadline_s=config.start_deadline_s, on_state=self._progress.note)
+
+    def failure(self) -> str | None:
+        """Why this launch can serve no longer, as far as this process sees it; None while it can."""
+        gone = [pid for pid in self._daemons if not is_running(pid)]
+        return f"a daemon of Ray has ended (pid {', '.join(map(str, gone))})" if gone else None
+
+    def stop(self) -> None:
+        """Drain, then end and remove everything that was started. Idempotent."""
+        try:
+            if self._is_connected and self.failure() is None:
+                self._stop_serve()
+        finally:
+            if self._is_connected:
+                self._is_connected = False
+                ray_node.stop_ray()
+            if self._folder is not None:
+                killed = self._folder.close(grace_s=_RAY_GRACE_S)
+                if killed:
+                    _log.warning("had to kill %s", ", ".join(killed))
+
+    def _stop_serve(self) -> None:
+        if self._is_deployed:
+            self._is_deployed = False
+            deadline_s = self.config.drain_deadline_s + _DRAIN_MARGIN_S
+            if not serving.drain_and_delete(APPLICATION, deadline_s=deadline_s):
+                _log.warning("streams still ran after %g s and were cut", deadline_s)
+        if self._owns_serve:
+            self._owns_serve = False
+            serving.stop_serve()
+
+    def end_hard(self) -> None:
+        """Kill what was started, remove the folder and end this process now."""
+        if self._folder is not None:
+            self._folder.close(grace_s=0)
+        os._exit(130)
+
+
+class _ModelSearch(threading.Thread):
+    """Finds or fetches the model while Ray starts. A daemon: an abandoned download must not hold the exit back."""
+
+    def __init__(self, name: str, on_progress: Callable[[str], None]) -> None:
+        super().__init__(name="model-search", daemon=True)
+        self._model = name
+        self._on_progress = on_progress
+        self._path: Path | None = None
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._path = resolve_model(self._model, on_progress=self._on_progress)
+        except (ModelError, OSError) as error:  # raised again in the thread that waits
+            self._failure = error
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def result(self) -> Path:
+        self.join()
+        self.raise_failure()
+        if self._path is None:
+            raise StartupFailed(f"the search for model {self._model!r} broke off")
+        return self._path
+
+
+def make_a_token(url: str, model: str, *, deadline_s: float) -> None:
+    """Ask for one token over HTTP. Raises `StartupFailed` with what came instead."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    try:
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=deadline_s, trust_env=False)
+    except httpx.HTTPError as error:
+        raise StartupFailed(f"no first token from {url}: {type(error).__name__}: {error}") from error
+    if response.status_code != 200:
+        raise StartupFailed(f"no first token from {url}: HTTP {response.status_code}: {response.text[:300]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. HAProxy offers no way to hand over a socket that is already bound."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

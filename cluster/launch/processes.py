@@ -1,0 +1,97 @@
+"""The processes that write into a folder, and ending them. Knows /proc; knows nothing of Ray.
+
+Everything Ray starts for a session, HAProxy included, has its output or a log open in the session's folder. So
+"writes there" finds all of it, even when whoever started it is long gone, and leaves those who only read the logs.
+"""
+
+import contextlib
+import os
+import signal
+import stat
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_PROC = Path("/proc")
+_POLL_S = 0.05
+_KILL_DEADLINE_S = 5.0
+
+
+def processes_writing(folder: Path) -> list[int]:
+    """Pids of this user's processes, other than this one, that have a file in `folder` open for writing."""
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir(_PROC)))
+        if pid != os.getpid() and _writes(_PROC / str(pid), f"{folder}/")
+    ]
+
+
+def _writes(process: Path, prefix: str) -> bool:
+    try:
+        if process.stat().st_uid != os.geteuid():
+            return False
+        return any(_is_written(descriptor, prefix) for descriptor in (process / "fd").iterdir())
+    except OSError:
+        return False  # it ended meanwhile, or is not ours to look at
+
+
+def _is_written(descriptor: Path, prefix: str) -> bool:
+    try:
+        return os.readlink(descriptor).startswith(prefix) and bool(descriptor.lstat().st_mode & stat.S_IWUSR)
+    except OSError:
+        return False
+
+
+def end_processes(folder: Path, *, grace_s: float) -> list[str]:
+    """Wait `grace_s` for the writers of `folder` to go by themselves, then SIGKILL them. Names the killed."""
+    remaining = _wait_gone(folder, grace_s)
+    killed = [name_of(pid) for pid in remaining]
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while remaining and time.monotonic() < deadline:  # a daemon may start another before it is its turn
+        for pid in remaining:
+            _kill(pid)
+        remaining = _wait_gone(folder, 2 * _POLL_S)
+    return killed
+
+
+def _wait_gone(folder: Path, timeout_s: float) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    while (remaining := processes_writing(folder)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return remaining
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def name_of(pid: int) -> str:
+    """What people call the process: its short name and pid."""
+    try:
+        return f"{(_PROC / str(pid) / 'comm').read_text().strip()} (pid {pid})"
+    except OSError:
+        return f"pid {pid}"
+
+
+def children_named(names: Collection[str]) -> list[int]:
+    """Pids of this process's own children with one of these short names."""
+    own = str(os.getpid())
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir(_PROC)))
+        if (fields := _stat(pid)) is not None and fields[1] == own and name_of(pid).split(" ")[0] in names
+    ]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] != "Z"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and so on: what follows the name, which may hold anything, in /proc/PID/stat."""
+    with contextlib.suppress(OSError):
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return None

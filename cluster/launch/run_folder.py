@@ -1,0 +1,83 @@
+"""The one folder that a launch keeps everything in: Ray's session, its sockets, HAProxy's files, the token.
+
+Invariant: while a launcher lives it holds the lock of its folder; a folder without a live holder is abandoned, and
+the next start ends the processes that write there and removes it. Knows folders; knows nothing of what is in them.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from cluster.launch.processes import end_processes
+from workers.ownership import Owned, reclaim
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "shardserve-run-"
+_OWNER = "launcher"
+# Ray appends up to 63 characters for its sockets, whose paths may have 107; ours adds 24.
+_LONGEST_PARENT = 20
+_YOUNG_S = 60.0  # a folder this young without an owner may be one that is being made
+
+
+class RunFolder:
+    """A folder owned by this process until `close`, or until the process ends."""
+
+    def __init__(self, path: Path, owner: Owned) -> None:
+        self.path = path
+        self._owner = owner
+
+    @classmethod
+    def take(cls, parent: Path | None = None) -> "RunFolder":
+        path = (parent or default_parent()) / f"{_PREFIX}{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
+        return cls(path, Owned.file(path, _OWNER))
+
+    def close(self, *, grace_s: float) -> list[str]:
+        """End what writes there, remove the folder, and name the processes that had to be killed. Idempotent."""
+        killed = end_processes(self.path, grace_s=grace_s) if self.path.exists() else []
+        _remove(self.path)
+        self._owner.close()
+        return killed
+
+
+def default_parent() -> Path:
+    """The system's folder for temporary files, or /tmp when socket paths in that one would be too long."""
+    chosen = Path(tempfile.gettempdir())
+    return chosen if len(str(chosen)) <= _LONGEST_PARENT else Path("/tmp")
+
+
+def reclaim_abandoned(parent: Path | None = None) -> list[Path]:
+    """End and remove what launchers of this user that no longer live have left; returns the folders."""
+    reclaimed = []
+    for path in (parent or default_parent()).glob(f"{_PREFIX}*"):
+        if not _is_abandoned(path):
+            continue
+        killed = end_processes(path, grace_s=0)
+        _remove(path)
+        reclaimed.append(path)
+        _log.info("removed %s of a launcher that is gone, and ended %s", path, ", ".join(killed) or "no process")
+    return reclaimed
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        state = path.stat()
+        if state.st_uid != os.geteuid():
+            return False
+        if reclaim(path, _OWNER):
+            return True
+        has_owner = any(path.glob(f"shardserve-{_OWNER}-*"))
+    except OSError:
+        return False
+    return not has_owner and time.time() - state.st_mtime > _YOUNG_S
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)

@@ -37,7 +37,7 @@ class LLM:
         config = ClusterConfig.parse({"model": model, "tensor_parallel_size": tp, **settings})
         self._sinks: dict[str, queue.SimpleQueue[TokenDelta]] = {}
         with contextlib.ExitStack() as taken:
-            group = _start_group(config, taken)
+            group = start_offline_group(config, taken)
             taken.callback(group.executor.stop)
             path = Path(group.model.path)
             self._tokenizer = load_tokenizer(path)
@@ -140,7 +140,8 @@ class LLM:
                 sink.put(delta)
 
 
-def _start_group(config: ClusterConfig, taken: contextlib.ExitStack) -> StartedGroup:
+def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> StartedGroup:
+    """Ranks without Serve: one in this process, or several on a Ray that `taken` ends if it was started here."""
     if config.tensor_parallel_size == 1:
         from cluster.driver.local_executor import start_local_group
 

@@ -127,7 +127,7 @@ def open_group(size: int, device: Device, *, same_host: bool, host: str, deadlin
     if device == "cuda":
         _log.info("collectives over NCCL: %d CUDA ranks", size)
         return TorchRendezvous("nccl", host, size, deadline_s)
-    refusal = shared_memory_refusal(size) if same_host else "the ranks are on several hosts"
+    refusal = shared_memory_refusal() if same_host else "the ranks are on several hosts"
     if refusal is None:
         try:
             segment = Segment.create(size)

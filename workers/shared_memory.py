@@ -53,7 +53,7 @@ _CODES = {name: code for code, name in _OPERATIONS.items()}
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def shared_memory_refusal(size: int) -> str | None:
+def shared_memory_refusal() -> str | None:
     """Why ranks of this host cannot meet in shared memory, or None."""
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64"):
@@ -164,7 +164,7 @@ class SharedMemoryGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         source = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if source.nbytes <= SLOT_BYTES:
+        if 0 < source.nbytes <= SLOT_BYTES:
             return torch.stack(self._exchange(source, _ALL_GATHER))
         result = source.new_empty((self.size, source.numel()))
         start = 0
@@ -201,9 +201,9 @@ class SharedMemoryGroup:
         self._pidfds.clear()
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        """`tensor` itself if it fits a slot, else flat parts of it that do."""
+        """`tensor` itself if it fits a slot, else flat parts of it that do; nothing of nothing."""
         if tensor.nbytes <= SLOT_BYTES:
-            return [tensor]
+            return [tensor] if tensor.nbytes else []
         return list(torch.split(tensor.view(-1), SLOT_BYTES // tensor.element_size()))
 
     def _exchange(self, tensor: Tensor, operation: str) -> list[Tensor]:

@@ -18,10 +18,11 @@ from model_shards.layers.placement import Placement
 _INVARIANT_ROWS = 4  # fewer rows than this and `F.linear` on CPU takes another path, with other bits
 _PACKING_ROWS_HINT = 16  # the row count that the packed layout is made for; a hint of 1 gives 1 row other bits
 _PROBE_ROWS = (1, 2, 3, 7)
+_PROBE_BATCH = 16
 
 
 class Linear(nn.Module):
-    """`x @ weight.T (+ bias)` with this rank's rows of a weight. Fill the parameters, then call `prepare` once."""
+    """`x @ weight.T (+ bias)` with this rank's rows of a weight. Fill the parameters, then call `prepare`."""
 
     weight: nn.Parameter | None  # None once packed
     bias: nn.Parameter | None
@@ -93,15 +94,16 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 @cache
 def packing_works(out_features: int, in_features: int) -> bool:
     """Whether this build of torch packs float32 weights of that shape and multiplies them batch-invariantly."""
-    weight = torch.linspace(-1.0, 1.0, out_features * in_features).view(out_features, in_features)
-    rows = torch.linspace(-2.0, 2.0, 32 * in_features).view(32, in_features)
+    weight = torch.outer(torch.linspace(0.5, 1.0, out_features), torch.linspace(-1.0, 1.0, in_features))
+    rows = torch.linspace(-2.0, 2.0, _PROBE_BATCH * in_features).view(_PROBE_BATCH, in_features)
     try:
         packed = _pack(weight)
         whole = _multiply_packed(rows, packed, None)
         parts_agree = all(torch.equal(_multiply_packed(rows[:n], packed, None), whole[:n]) for n in _PROBE_ROWS)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False  # not in this build
-    return parts_agree and torch.allclose(whole, F.linear(rows, weight), rtol=1e-3, atol=1e-3 * in_features**0.5)
+    expected = F.linear(rows, weight)
+    return parts_agree and torch.allclose(whole, expected, rtol=1e-4, atol=1e-5 * in_features)
 
 
 def _pack(weight: Tensor) -> Tensor:

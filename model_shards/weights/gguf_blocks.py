@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NIBBLES_PER_BLOCK = 16  # bytes; the low halves are the first 16 elements, the high halves the last 16
 
 
 def decode_blocks(
@@ -33,10 +32,9 @@ def decode_blocks(
 def _nibbles(
     packed: Tensor,  # [rows, blocks, 16] uint8
 ) -> Tensor:  # [rows, blocks, 32] float32
-    values = torch.empty((*packed.shape[:-1], 2 * _NIBBLES_PER_BLOCK), dtype=torch.float32)
-    values[..., :_NIBBLES_PER_BLOCK] = packed & 15
-    values[..., _NIBBLES_PER_BLOCK:] = packed >> 4
-    return values
+    """The low halves of a block's bytes are its first 16 elements, the high halves the last 16."""
+    packed = packed.contiguous()
+    return torch.cat((packed & 15, packed >> 4), dim=-1).to(torch.float32)
 
 
 def _halves(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from model_shards.errors import CheckpointError
 from model_shards.families.decoder import Decoder
 from model_shards.group import TensorParallelGroup
+from model_shards.layers.linear import Linear
 from model_shards.layers.placement import Placement
 from model_shards.partition import ParameterLayout
 from model_shards.registry import build_model
@@ -70,7 +71,10 @@ def fill(
     done = 0
     for name, parameter in layout.items():
         filled = _read_parameter(checkpoint, parameter, rank, device, dtype)
-        _set_parameter(model, name, filled)
+        module = _set_parameter(model, name, filled)
+        # At once, not at the end: the next tensor reuses the memory of the plain copy (first touch is what costs).
+        if isinstance(module, Linear) and not any(left.is_meta for left in module.parameters()):
+            module.prepare()
         done += filled.numel() * dtype.itemsize
         if on_progress is not None:
             on_progress(done, total)
@@ -95,11 +99,12 @@ def _read_parameter(
     return parameter
 
 
-def _set_parameter(model: nn.Module, name: str, filled: Tensor) -> None:
-    """Put `filled` in the place of the empty parameter `name`, once."""
+def _set_parameter(model: nn.Module, name: str, filled: Tensor) -> nn.Module:
+    """Put `filled` in the place of the empty parameter `name`, once, and return the module it belongs to."""
     path, leaf = name.rsplit(".", 1)
     module = model.get_submodule(path)
     empty = module.get_parameter(leaf)
     assert empty.is_meta, f"{name} is filled twice"
     assert empty.shape == filled.shape, f"{name}: the module has {empty.shape}, the layout {filled.shape}"
     module.register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
+    return module

@@ -59,6 +59,7 @@ class Engine:
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[_Command] = []
         self._applying: list[_Command] = []  # taken by the turn that runs, and not in `_stats` yet
+        self._num_waiting = 0  # requests not yet started, queued commands included
         self._accepted: set[str] = set()  # ids of requests not yet finished
         self._pace = QueuePace()
         self._stats = self._core.stats()
@@ -85,11 +86,12 @@ class Engine:
                 raise Unavailable(self._refusal)
             if request.request_id in self._accepted:
                 raise InvalidRequest(f"request {request.request_id!r} is running already", "request_id")
-            num_waiting, limit = self._snapshot().waiting_requests, self._config.max_waiting_requests
+            num_waiting, limit = self._num_waiting, self._config.max_waiting_requests
             if num_waiting >= limit:
                 retry_after_s = self._pace.retry_after_s(num_waiting, self._clock())
                 raise Overloaded(f"{num_waiting} requests wait already, and the limit is {limit}", retry_after_s)
             self._accepted.add(request.request_id)
+            self._num_waiting += 1
             self._commands.append(request)
             self._wake.notify_all()
 
@@ -103,7 +105,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """A consistent snapshot, as of the last turn of the loop and with what was submitted since."""
         with self._wake:
-            return self._snapshot()
+            unseen = [c.sampling.n for c in self._applying + self._commands if isinstance(c, GenerationRequest)]
+            return replace(
+                self._stats,
+                received=self._stats.received + sum(unseen),
+                waiting=self._stats.waiting + sum(unseen),
+                waiting_requests=self._stats.waiting_requests + len(unseen),
+            )
 
     def drain(self, deadline_s: float) -> bool:
         """Refuse new requests and wait until the running ones have finished. Whether they all did."""
@@ -124,18 +132,6 @@ class Engine:
         self._thread.join(self._config.step_deadline_s + 2 * _CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             _log.error("the engine's thread did not end by its deadline")
-
-    def _snapshot(self) -> EngineStats:
-        """The last turn's counts, with the requests that it did not see yet as waiting. Needs the lock."""
-        unseen = [c.sampling.n for c in self._applying + self._commands if isinstance(c, GenerationRequest)]
-        if not unseen:
-            return self._stats
-        return replace(
-            self._stats,
-            received=self._stats.received + sum(unseen),
-            waiting=self._stats.waiting + sum(unseen),
-            waiting_requests=self._stats.waiting_requests + len(unseen),
-        )
 
     def _run(self) -> None:
         reason = "the engine was stopped before the request had finished"
@@ -192,6 +188,8 @@ class Engine:
             self._pace.note_starts(stats.started_requests - self._stats.started_requests, self._clock())
             self._stats = stats
             self._applying = []
+            queued = sum(isinstance(command, GenerationRequest) for command in self._commands)
+            self._num_waiting = stats.waiting_requests + queued
             if finished:
                 self._accepted -= {request_id for request_id in finished if request_id not in self._core}
                 self._wake.notify_all()

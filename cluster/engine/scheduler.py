@@ -27,7 +27,26 @@ class _Attempt:
         self.sampled: list[Sequence] = []  # the rows whose step will sample a token
         self.preempted = False
 
-    def take(self, sequence: Sequence, num_tokens: int) -> None:
+    def take_known(self, sequence: Sequence, row: KnownSequence) -> None:
+        self.known.append(row)
+        self._count(sequence, row.num_new_tokens)
+
+    def take_new(self, sequence: Sequence) -> None:
+        num_tokens = min(sequence.num_tokens_left_to_compute, self.budget)
+        self.new.append(
+            NewSequence(
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.sampling,
+                blocks=tuple(sequence.blocks),
+                num_computed_tokens=sequence.num_computed_tokens,
+                num_new_tokens=num_tokens,
+            )
+        )
+        self._count(sequence, num_tokens)
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
         self.budget -= num_tokens
         if sequence.advance(num_tokens):
             self.sampled.append(sequence)
@@ -78,7 +97,8 @@ class Scheduler:
         for sequence in prefills:
             if attempt.budget == 0:
                 break
-            self._plan_known(attempt, sequence, min(sequence.num_tokens_left_to_compute, attempt.budget))
+            num_tokens = min(sequence.num_tokens_left_to_compute, attempt.budget)
+            attempt.take_known(sequence, KnownSequence(sequence.sequence_id, num_tokens))
         if not attempt.preempted:  # what one sequence had to give up is not for a newcomer
             self._admit(attempt)
         has_rows = attempt.new or attempt.known
@@ -114,17 +134,19 @@ class Scheduler:
                 continue
             if sequence.num_tokens_left_to_compute > 1:
                 prefills.append(sequence)
+            elif sequence.num_computed_tokens < len(sequence.blocks) * self._pool.block_size:
+                attempt.take_known(sequence, sequence.decode_row)
             elif self._make_room(attempt, sequence):
-                self._plan_known(attempt, sequence, 1)
+                new_blocks = self._pool.allocate(1)
+                sequence.blocks += new_blocks
+                attempt.take_known(sequence, KnownSequence(sequence.sequence_id, 1, tuple(new_blocks)))
         return prefills
 
     def _make_room(self, attempt: _Attempt, sequence: Sequence) -> bool:
-        """Free a block for one more token, at the cost of later arrivals only.
+        """Free a block for `sequence`, at the cost of later arrivals only.
 
         The latest of all gives up nothing and waits with its blocks: an older one that needs them takes them.
         """
-        if self._blocks_missing(sequence, 1) == 0:
-            return True
         while not self._pool.can_allocate(1):
             latest = self.running[-1]
             if latest is sequence:
@@ -132,18 +154,6 @@ class Scheduler:
             self._preempt(latest)
             attempt.preempted = True
         return True
-
-    def _plan_known(self, attempt: _Attempt, sequence: Sequence, num_tokens: int) -> None:
-        missing = self._blocks_missing(sequence, num_tokens)
-        new_blocks: tuple[int, ...] = ()
-        if missing:
-            new_blocks = tuple(self._pool.allocate(missing))
-            sequence.blocks.extend(new_blocks)
-        attempt.known.append(KnownSequence(sequence.sequence_id, num_tokens, new_blocks))
-        attempt.take(sequence, num_tokens)
-
-    def _blocks_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return self._pool.blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
 
     def _admit(self, attempt: _Attempt) -> None:
         """Admit waiting sequences, first come first served, with the blocks for all their known tokens.
@@ -157,25 +167,10 @@ class Scheduler:
             if sequence.num_pending_tokens or not self._pool.can_allocate(num_blocks + len(self.running)):
                 return  # a preempted one comes back when the token it still awaits is known
             self.waiting.popleft()
-            self._plan_new(attempt, sequence, num_blocks)
-
-    def _plan_new(self, attempt: _Attempt, sequence: Sequence, num_blocks: int) -> None:
-        sequence.become(SequenceState.RUNNING)
-        sequence.blocks = self._pool.allocate(num_blocks)
-        self.running.append(sequence)
-        num_tokens = min(sequence.num_tokens_left_to_compute, attempt.budget)
-        attempt.new.append(
-            NewSequence(
-                sequence_id=sequence.sequence_id,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.sampling,
-                blocks=tuple(sequence.blocks),
-                num_computed_tokens=sequence.num_computed_tokens,
-                num_new_tokens=num_tokens,
-            )
-        )
-        attempt.take(sequence, num_tokens)
+            sequence.become(SequenceState.RUNNING)
+            sequence.blocks = self._pool.allocate(num_blocks)
+            self.running.append(sequence)
+            attempt.take_new(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the queue; it will go on from its own tokens, computed anew."""

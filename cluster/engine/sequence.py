@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cluster.generation import FinishReason, GenerationRequest
-from workers.protocol import SamplingSettings, SequenceId
+from workers.protocol import KnownSequence, SamplingSettings, SequenceId
 
 
 class SequenceState(Enum):
@@ -45,6 +45,10 @@ class Sequence:
     num_pending_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    decode_row: KnownSequence = field(init=False)  # what most plans say of it, made once
+
+    def __post_init__(self) -> None:
+        self.decode_row = KnownSequence(self.sequence_id, 1)
 
     @property
     def num_tokens_left_to_compute(self) -> int:

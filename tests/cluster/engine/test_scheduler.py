@@ -2,13 +2,13 @@
 
 from cluster.generation import FinishReason
 from tests.cluster.engine.rig import Rig, counted, make_request
-from workers.protocol import StepPlan
+from workers.protocol import KnownSequence, NewSequence, StepPlan
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int]]:
     """(sequence, tokens) of each row."""
-    known = [(row.sequence_id, row.num_new_tokens) for row in plan.known]
-    return known + [(row.sequence_id, row.num_new_tokens) for row in plan.new]
+    changes: list[KnownSequence | NewSequence] = [*plan.known, *plan.new]
+    return [(row.sequence_id, row.num_new_tokens) for row in changes]
 
 
 def test_a_long_prompt_goes_in_chunks_beside_a_decode(depth: int) -> None:

@@ -53,7 +53,7 @@ class Driver:
         self._config = config
         self._start_group = start_group
         self._exit_process = exit_process
-        self._stopped = False
+        self._running = False
 
     async def start(self) -> None:
         """Bring up the group and the engine. Raises `StartupFailed`; the loop stays free meanwhile."""
@@ -66,6 +66,7 @@ class Driver:
         self._subscriptions = Subscriptions(self._engine.abort, time.monotonic)
         self._engine.start()
         self._watcher = asyncio.create_task(self._watch())
+        self._running = True
 
     async def describe(self) -> ServedModel:
         return self._group.model
@@ -107,9 +108,9 @@ class Driver:
 
     async def stop(self) -> None:
         """End the engine and the ranks. Idempotent."""
-        if self._stopped:
+        if not self._running:
             return
-        self._stopped = True
+        self._running = False
         self._watcher.cancel()
         self._subscriptions.close(None)
         await asyncio.to_thread(self._engine.stop)

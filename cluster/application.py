@@ -1,0 +1,181 @@
+"""The Serve application: an ingress that speaks HTTP and text, a driver that batches tokens, and their options.
+
+`import_path: cluster.application:build`. Knows Serve's options and which part runs where; the parts themselves
+know little of Serve. This module must not postpone annotations: Serve reads those of `build`.
+"""
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+from cluster.config import ClusterConfig
+from cluster.driver.connection import DriverConnection
+from cluster.driver.driver import Driver, GroupStarter
+from cluster.driver.handle import ServeDriverHandle
+from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers, resolve_device
+from cluster.errors import StartupFailed, Unavailable
+from cluster.generation import Completion, SamplingParams, TextDelta
+from cluster.ingress.app import build_app
+from cluster.text.chat_template import ChatMessage, load_chat_template
+from cluster.text.completer import Completer
+from cluster.text.prompts import Prompt
+from cluster.text.tokenizer import load_tokenizer
+from model_shards.sources import resolve_model
+
+logger = logging.getLogger(__name__)
+
+INGRESS = "Ingress"
+DRIVER = "Driver"
+
+_UNLIMITED = 10**6  # requests at once: the engine queues and refuses, Serve must not
+_HEALTH_PERIOD_S = 2.0
+_HEALTH_TIMEOUT_S = 10.0
+_SHUTDOWN_LOOP_S = 0.2
+_SHUTDOWN_MARGIN_S = 10.0  # for the ranks to end, once streams have
+_CONSTRUCTOR_TRIES = 3
+_SAY_WHY_S = 10.0  # a driver that is not there by now is worth a line in the log, and again each time
+
+
+class DriverReplica(Driver):
+    """The driver as Serve holds it. Its worker actors live in the replica's own placement group."""
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        _log_to_stderr("driver")
+        super().__init__(config, _group_starter())
+        await self.start()
+
+    async def __del__(self) -> None:
+        """Called by Serve once the replica has drained."""
+        await self.stop()
+
+
+@serve.ingress()
+class IngressReplica:
+    """HTTP for clients outside, and the same completer for `Client` inside the cluster."""
+
+    async def __init__(self, config: ClusterConfig, driver: Any) -> None:  # type: ignore[misc]  # as above
+        _log_to_stderr("ingress")
+        self._config = config
+        handle = ServeDriverHandle(driver)
+        self._connection = DriverConnection(handle)
+        self._connection.start()
+        try:
+            path = await asyncio.to_thread(resolve_model, config.model)
+            tokenizer = await asyncio.to_thread(load_tokenizer, path)
+            template = await asyncio.to_thread(load_chat_template, Path(path))
+            await self._wait_for_driver()
+            model = await handle.describe()
+        except BaseException:
+            await self._connection.close()
+            raise
+        self._completer = Completer(tokenizer, template, self._connection, model.max_model_len, model.vocab_size)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_app(
+            self._completer,
+            self._config.model_name,
+            lambda: self._connection.unavailable_because,
+            version=importlib.metadata.version("shardserve"),
+        )
+
+    async def __del__(self) -> None:
+        """Called by Serve once the replica has drained."""
+        await self._connection.close()
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        request = await self._completer.prepare(_new_id(), prompt, sampling)
+        return await self._completer.complete(request)
+
+    async def chat(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Completion:
+        request = await self._completer.prepare_chat(_new_id(), messages, sampling)
+        return await self._completer.complete(request)
+
+    async def stream(self, prompt: Prompt, sampling: SamplingParams) -> AsyncIterator[TextDelta]:
+        request = await self._completer.prepare(_new_id(), prompt, sampling)
+        async with aclosing(self._completer.stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def stream_chat(
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams
+    ) -> AsyncIterator[TextDelta]:
+        request = await self._completer.prepare_chat(_new_id(), messages, sampling)
+        async with aclosing(self._completer.stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _wait_for_driver(self) -> None:
+        """Serve waits for a placement for ever and says nothing; this says why, and ends by the deadline."""
+        bundles = bundles_for(self._config.tensor_parallel_size, resolve_device(self._config.device))
+        deadline = time.monotonic() + self._config.start_deadline_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                await self._connection.wait_connected(max(0.0, min(_SAY_WHY_S, left_s)))
+                return
+            except Unavailable:
+                demand = describe_demand(bundles, await asyncio.to_thread(node_offers))
+                if left_s <= _SAY_WHY_S:
+                    message = f"no driver within {self._config.start_deadline_s:g} s: {demand}"
+                    raise StartupFailed(message) from None
+                logger.warning("no driver yet: it is being placed or loads its model; %s", demand)
+
+
+def build(settings: ClusterConfig | dict[str, Any]) -> Application:
+    """The application to `serve.run`, to deploy, or to bind into a larger graph.
+
+    Raises `InvalidConfig` with one line for each mistake.
+    """
+    config = settings if isinstance(settings, ClusterConfig) else ClusterConfig.parse(settings)
+    device = resolve_device(config.device)
+    config = config.model_copy(update={"device": device})
+    lifetime: dict[str, Any] = {
+        "num_replicas": 1,
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": _UNLIMITED,
+        "health_check_period_s": _HEALTH_PERIOD_S,
+        "health_check_timeout_s": _HEALTH_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": _SHUTDOWN_LOOP_S,
+        "graceful_shutdown_timeout_s": config.drain_deadline_s + _SHUTDOWN_MARGIN_S,
+        "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
+        "logging_config": {"enable_access_log": False},  # a line for each heartbeat otherwise
+    }
+    driver = serve.deployment(
+        name=DRIVER,
+        placement_group_bundles=bundles_for(config.tensor_parallel_size, device),
+        placement_group_strategy=STRATEGY,
+        **lifetime,
+    )(DriverReplica)
+    ingress = serve.deployment(name=INGRESS, **lifetime)(IngressReplica)
+    return ingress.bind(config, driver.bind(config))
+
+
+def _group_starter() -> GroupStarter:
+    """Ranks as actors; in Serve's local testing mode, where there is no Ray, one rank in this process."""
+    if ray.is_initialized():
+        from cluster.driver.ray_executor import start_ray_group
+
+        return start_ray_group
+    from cluster.driver.local_executor import start_local_group
+
+    return start_local_group
+
+
+def _log_to_stderr(name: str) -> None:
+    """Serve sets up its own logger only; ours would be silent below WARNING."""
+    logging.basicConfig(level=logging.INFO, format=f"[{name}] %(levelname)s %(name)s: %(message)s")
+
+
+def _new_id() -> str:
+    return f"py-{uuid.uuid4().hex}"

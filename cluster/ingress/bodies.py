@@ -40,7 +40,10 @@ def _only(*off: Any) -> AfterValidator:
 
 
 def _stop_strings(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """One string or several. A tuple, since what a validator returns is no longer a JSON array to pydantic."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _prompts(value: Any) -> Prompts:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from model_shards.errors import CheckpointError
 from model_shards.partition import Span
-from model_shards.spec import ModelSpec
 from model_shards.weights.gguf_blocks import decode_blocks
 from model_shards.weights.gguf_header import GgufHeader, GgufTensor
 from model_shards.weights.names import gguf_name
@@ -25,12 +24,12 @@ _INTERLEAVED = (".attention.query.", ".attention.key.")
 class GgufCheckpoint:
     """Reads canonical tensors of one file. The file stays mapped until `close`."""
 
-    def __init__(self, path: Path, spec: ModelSpec) -> None:
-        self._path = path
-        self._header = GgufHeader(path)
-        self._head_dim = spec.head_dim
-        self._interleaves = self._header.fields.get("general.architecture") in _INTERLEAVING_ARCHITECTURES
-        with path.open("rb") as file:
+    def __init__(self, header: GgufHeader, head_dim: int) -> None:
+        self._path = header.path
+        self._header = header
+        self._head_dim = head_dim
+        self._interleaves = header.fields.get("general.architecture") in _INTERLEAVING_ARCHITECTURES
+        with header.path.open("rb") as file:
             # A private mapping, because torch wants a writable buffer; nothing is written, so nothing is copied.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)

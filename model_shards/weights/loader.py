@@ -21,7 +21,8 @@ from model_shards.registry import build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.checkpoint import Checkpoint
 from model_shards.weights.gguf import GgufCheckpoint
-from model_shards.weights.metadata import read_spec
+from model_shards.weights.gguf_header import GgufHeader
+from model_shards.weights.metadata import folder_spec, gguf_spec
 from model_shards.weights.safetensors_files import SafetensorsCheckpoint
 
 Progress = Callable[[int, int], None]  # (bytes of weights in memory, bytes there will be)
@@ -40,16 +41,21 @@ def load_model(
 
     Raises `UnsupportedModel`, `PartitionError`, or `CheckpointError` naming the file and the tensor.
     """
-    spec = read_spec(path)
-    model = build_model(spec, Placement(group, device, dtype, batch_invariant))
-    with closing(open_checkpoint(path, spec)) as checkpoint:
+    spec, checkpoint = open_checkpoint(path)
+    with closing(checkpoint):
+        model = build_model(spec, Placement(group, device, dtype, batch_invariant))
         fill(model, checkpoint, rank=group.rank, device=device, dtype=dtype, on_progress=on_progress)
     model.prepare()
     return model
 
 
-def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
-    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(path, spec)
+def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint]:
+    """What a folder or a GGUF file says it holds, and the way to its weights."""
+    if path.is_dir():
+        return folder_spec(path), SafetensorsCheckpoint(path)
+    header = GgufHeader(path)
+    spec = gguf_spec(header)
+    return spec, GgufCheckpoint(header, spec.head_dim)
 
 
 def fill(

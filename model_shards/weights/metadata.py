@@ -45,12 +45,10 @@ def read_spec(path: Path) -> ModelSpec:
 
     Raises `UnsupportedModel` naming the setting, or `CheckpointError` naming the file and what is wrong in it.
     """
-    if path.is_dir():
-        return _read_folder(path)
-    return _read_gguf(path)
+    return folder_spec(path) if path.is_dir() else gguf_spec(GgufHeader(path))
 
 
-def _read_folder(folder: Path) -> ModelSpec:
+def folder_spec(folder: Path) -> ModelSpec:
     file = folder / "config.json"
     config = _Fields(file, _read_json(file))
     architecture = _architecture_of(config)
@@ -83,8 +81,8 @@ def _read_folder(folder: Path) -> ModelSpec:
     )
 
 
-def _read_gguf(path: Path) -> ModelSpec:
-    header = GgufHeader(path)
+def gguf_spec(header: GgufHeader) -> ModelSpec:
+    path = header.path
     name = header.fields.get("general.architecture")
     architecture = next((known for known in ARCHITECTURES if known == name), None)
     if architecture is None:

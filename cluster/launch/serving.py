@@ -13,9 +13,7 @@ from cluster.errors import StartupFailed
 _POLL_S = 0.2
 _FAILED = ("UNHEALTHY", "DEPLOY_FAILED")  # of applications and of deployments
 # `module.Error: message`, the last line of a traceback inside a status message of Serve.
-_CAUSE = re.compile(
-    r"^(?:[\w.]*\.)?(?P<kind>[A-Z]\w*(?:Error|Exception|Failed|Config|Unavailable|Model)): (?P<text>.+)$"
-)
+_CAUSE = re.compile(r"(?:(?:\w+\.)+(?P<kind>[A-Z]\w*)|(?P<bare>[A-Z]\w*(?:Error|Exception))): (?P<text>.+)")
 # Wrappers that say where something failed, not why.
 _WRAPPERS = frozenset({"RayTaskError", "RuntimeError", "ActorDiedError"})
 
@@ -131,7 +129,7 @@ def cause_of(message: str) -> str:
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     causes = [match for line in lines if (match := _CAUSE.match(line))]
     for match in reversed(causes):
-        if match["kind"] not in _WRAPPERS:
+        if (match["kind"] or match["bare"]) not in _WRAPPERS:
             return match["text"]
     if causes:
         return causes[-1]["text"]

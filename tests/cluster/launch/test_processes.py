@@ -1,0 +1,66 @@
+"""Processes found by what they write, and ended; readers are left alone."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.launch.processes import children_named, end_processes, is_running, name_of, processes_writing
+
+_HOLDS = "import sys, time; f = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
+_STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + _HOLDS
+
+
+@contextmanager
+def _holding(file: Path, mode: str, script: str = _HOLDS) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", script, str(file), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_writers_are_found_and_readers_are_not(tmp_path: Path) -> None:
+    log = tmp_path / "deep" / "x.log"
+    log.parent.mkdir()
+    with _holding(log, "a") as writer, _holding(log, "r") as reader:
+        found = processes_writing(tmp_path)
+        assert writer.pid in found
+        assert reader.pid not in found
+
+
+def test_a_folder_whose_name_only_begins_alike_is_another(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run2").mkdir()
+    with _holding(tmp_path / "run2" / "x", "w"):
+        assert processes_writing(tmp_path / "run") == []
+
+
+def test_writers_are_killed_when_their_grace_is_over(tmp_path: Path) -> None:
+    with _holding(tmp_path / "x", "w", _STUBBORN) as writer, _holding(tmp_path / "x", "r") as reader:
+        killed = end_processes(tmp_path, grace_s=0)
+        assert len(killed) == 1
+        assert f"(pid {writer.pid})" in killed[0]
+        assert writer.wait(10) == -9
+        assert reader.poll() is None
+
+
+def test_nothing_to_end(tmp_path: Path) -> None:
+    assert end_processes(tmp_path, grace_s=5) == []
+
+
+def test_children_and_zombies() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert child.pid in children_named(["sleep"])
+        assert child.pid not in children_named(["raylet"])
+        assert is_running(child.pid)
+        assert name_of(child.pid) == f"sleep (pid {child.pid})"
+        child.kill()
+        while is_running(child.pid):  # a zombie from here on, until it is waited for
+            pass
+    assert not is_running(child.pid)
+    assert name_of(child.pid) == f"pid {child.pid}"

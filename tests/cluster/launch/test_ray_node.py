@@ -1,0 +1,47 @@
+"""Ray's environment: authentication and HAProxy's files inside the run folder, whatever was set before."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import StartupFailed
+from cluster.launch.ray_node import connect_ray, ray_environment
+
+_FOLDER = Path("/tmp/shardserve-run-00000000")
+
+
+def test_authentication_is_by_a_token_in_the_folder() -> None:
+    settings = ray_environment(_FOLDER, "serve", {"RAY_AUTH_MODE": "disabled"}, stats_port=1, metrics_port=2)
+    assert settings["RAY_AUTH_MODE"] == "token"
+    assert Path(settings["RAY_AUTH_TOKEN_PATH"]).parent == _FOLDER
+
+
+def test_usage_reports_are_off_unless_asked_for() -> None:
+    assert ray_environment(_FOLDER, "serve", {}, stats_port=1, metrics_port=2)["RAY_USAGE_STATS_ENABLED"] == "0"
+    asked = ray_environment(_FOLDER, "serve", {"RAY_USAGE_STATS_ENABLED": "1"}, stats_port=1, metrics_port=2)
+    assert asked["RAY_USAGE_STATS_ENABLED"] == "1"
+
+
+def test_haproxy_keeps_everything_in_the_folder() -> None:
+    settings = ray_environment(_FOLDER, "haproxy", {}, stats_port=8501, metrics_port=8502)
+    assert settings["RAY_SERVE_ENABLE_HA_PROXY"] == settings["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+    assert settings["RAY_SERVE_HAPROXY_STATS_PORT"] == "8501"
+    assert settings["RAY_SERVE_HAPROXY_METRICS_PORT"] == "8502"
+    paths = [value for value in settings.values() if value.startswith("/")]
+    assert len(paths) == 6
+    assert all(Path(path).is_relative_to(_FOLDER) for path in paths)
+
+
+def test_serves_own_proxy_is_set_explicitly() -> None:
+    settings = ray_environment(_FOLDER, "serve", {"RAY_SERVE_ENABLE_HA_PROXY": "1"}, stats_port=1, metrics_port=2)
+    assert settings["RAY_SERVE_ENABLE_HA_PROXY"] == settings["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "0"
+
+
+def test_a_running_clusters_proxy_cannot_be_chosen() -> None:
+    with pytest.raises(StartupFailed, match="RAY_SERVE_ENABLE_HA_PROXY"):
+        connect_ray("auto", "haproxy")
+
+
+def test_ray_client_is_refused() -> None:
+    with pytest.raises(StartupFailed, match="Ray Client cannot carry streams"):
+        connect_ray("ray://host:10001", None)

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import httpx
+from pydantic import Field
 
 from cluster.config import ClusterConfig
 from cluster.errors import StartupFailed
@@ -40,7 +41,7 @@ class LaunchOptions:
     """Where to serve, and on which Ray."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
     address: str | None = None  # None or "local": a Ray of our own; else the address of one that runs
     proxy: Literal["auto", "serve", "haproxy"] = "auto"
 

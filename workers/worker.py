@@ -117,7 +117,7 @@ class Worker:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache and an empty mirror. Raises `OutOfMemory` when the blocks do not fit."""
+        """Make the KV cache and an empty mirror; a collective. Raises `OutOfMemory` when the blocks do not fit."""
         self._check_joined("allocate")
         if self._model is None:
             raise WorkerError(f"rank {self._rank}: allocate was called before load")

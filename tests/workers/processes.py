@@ -46,7 +46,7 @@ class Rank:
 @contextlib.contextmanager
 def spawn_ranks(target: Callable[..., None], size: int, *args: Any) -> Iterator[list[Rank]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.process_group"])
+    context.set_forkserver_preload(["workers.worker"])
     ranks = []
     processes = []
     try:

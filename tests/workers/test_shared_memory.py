@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -176,6 +177,18 @@ def test_the_file_is_private_and_has_no_name_once_all_have_mapped_it() -> None:
         return [path.name for path in shared_memory.FOLDER.glob(f"shardserve-group-*-{os.getpid()}-*")]
 
     assert in_threads(2, work) == [[], []]
+
+
+def test_a_group_that_is_closed_leaves_no_descriptor_and_no_mapping() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("shardserve-group")
+
+    in_threads(2, lambda group: group.all_reduce(torch.ones(1)))
+    before = held()
+    in_threads(2, lambda group: group.all_reduce(torch.ones(1)))
+    assert held() == (before[0], 0)
 
 
 @pytest.mark.parametrize("found", ["nothing", "too small"])

@@ -2,19 +2,27 @@
 
 The order and the meaning are the field's (transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper`,
 `TopPLogitsWarper`), with ties settled: equal logits rank by id, so top_k keeps exactly k. Sums are in float64.
+In numpy, which partitions a vocabulary in a third of torch's time and costs less for each small step.
 
 Knows a row of numbers; knows nothing of ranks, sequences or random generators.
 """
 
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+
+FloatRow: TypeAlias = npt.NDArray[np.float32]
+IdRow: TypeAlias = npt.NDArray[np.int64]
 
 _FIRST_CANDIDATES = 256  # nuclei are small: try the greatest few before sorting a whole vocabulary
 _GROWTH = 16
+_LEAST_TEMPERATURE = 1e-30  # below it a float32 would become 0
 
 
 def draw(
-    logits: Tensor,  # [vocabulary] float32
+    logits: FloatRow,  # [vocabulary]
     u: float,
     *,
     temperature: float,
@@ -23,50 +31,62 @@ def draw(
 ) -> int:
     """The id whose part of the cumulative distribution, in the order of ids, holds `u` of [0, 1)."""
     ids = allowed_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    kept = logits if ids is None else logits[ids]
-    cumulative = _weights(kept, temperature).cumsum(0, dtype=torch.float64)
-    place = int(torch.searchsorted(cumulative, cumulative[-1] * u, right=True))
-    place = min(place, int(torch.searchsorted(cumulative, cumulative[-1])))  # never past the last with any weight
+    weights = _weights(logits if ids is None else logits[ids], temperature)
+    cumulative = (
+        torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    )  # numpy's takes three times as long
+    last = int(cumulative.searchsorted(cumulative[-1]))  # rounding must not lead past the last with any weight
+    place = min(int(cumulative.searchsorted(cumulative[-1] * u, side="right")), last)
     return place if ids is None else int(ids[place])
 
 
 def allowed_ids(
-    logits: Tensor,  # [vocabulary] float32
+    logits: FloatRow,  # [vocabulary]
     *,
     temperature: float,
     top_k: int,
     top_p: float,
-) -> Tensor | None:  # [allowed] int64, ascending
+) -> IdRow | None:  # [allowed], ascending
     """The ids that top_k and top_p leave; None means all of them."""
-    vocab_size = len(logits)
-    limit = top_k if 0 < top_k < vocab_size else vocab_size
-    if top_p >= 1:
-        return None if limit == vocab_size else _greatest(logits, limit).sort().values
+    limit = top_k if 0 < top_k < len(logits) else len(logits)
+    if top_p < 1:
+        return np.sort(_nucleus(logits, temperature, limit, top_p))
+    return np.sort(_greatest(logits, limit)) if limit < len(logits) else None
+
+
+def _nucleus(logits: FloatRow, temperature: float, limit: int, top_p: float) -> IdRow:
+    """The fewest of the `limit` greatest ids that hold `top_p` of what these hold together."""
+    if limit < len(logits):
+        ids = _greatest(logits, limit)
+        found = _weights(logits[ids], temperature)
+        return ids[: _reach(found, top_p * float(found.sum(dtype=np.float64)))]
     weights = _weights(logits, temperature)
-    total = weights.sum(dtype=torch.float64)
+    mass = top_p * float(weights.sum(dtype=np.float64))
     count = min(_FIRST_CANDIDATES, limit)
     while True:
         ids = _greatest(logits, count)
-        cumulative = weights[ids].cumsum(0, dtype=torch.float64)
-        mass = top_p * (cumulative[-1] if count == limit < vocab_size else total)
-        if count == limit or cumulative[-1] >= mass:
-            if limit < vocab_size and count < limit:
-                count = limit
-                continue
-            # A token stays while those before it have not reached top_p together: so the first always does.
-            before = cumulative - weights[ids]
-            return ids[: max(1, int(torch.searchsorted(before, mass)))].sort().values
+        found = weights[ids]
+        if count == limit or found.sum(dtype=np.float64) >= mass:
+            return ids[: _reach(found, mass)]
         count = min(count * _GROWTH, limit)
 
 
-def _weights(logits: Tensor, temperature: float) -> Tensor:
+def _reach(weights: FloatRow, mass: float) -> int:
+    """How many of the falling `weights` stay: the first, and each while those before hold less than `mass`."""
+    return 1 + int(weights[:-1].cumsum(dtype=np.float64).searchsorted(mass))
+
+
+def _weights(logits: FloatRow, temperature: float) -> FloatRow:
     """Unnormalised probabilities, at most 1. The greatest is subtracted first: no temperature overflows."""
-    return ((logits - logits.max()) / temperature).exp()
+    scaled: FloatRow = logits - logits.max()
+    with np.errstate(over="ignore"):  # to minus infinity, which weighs nothing
+        scaled /= np.float32(max(temperature, _LEAST_TEMPERATURE))
+    np.exp(scaled, out=scaled)
+    return scaled
 
 
-def _greatest(logits: Tensor, count: int) -> Tensor:
+def _greatest(logits: FloatRow, count: int) -> IdRow:
     """The ids of the `count` greatest logits, greatest first, equal ones by id."""
-    threshold = logits.topk(count).values[-1]
-    ids = (logits >= threshold).nonzero().squeeze(1)  # in the order of ids, with all that tie at the end
-    order = logits[ids].sort(descending=True, stable=True).indices
-    return ids[order[:count]]
+    threshold = np.partition(logits, -count)[-count]
+    ids = np.flatnonzero(logits >= threshold)  # in the order of ids, with all that tie at the end
+    return ids[np.argsort(-logits[ids], kind="stable")[:count]]

@@ -10,13 +10,14 @@ Knows logits, settings and the group; knows nothing of sequences, blocks or mode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model_shards.group import TensorParallelGroup
 from workers.errors import WorkerError
 from workers.protocol import SamplingSettings
-from workers.sampling.distribution import draw
+from workers.sampling.distribution import FloatRow, draw
 from workers.sampling.randomness import uniform
 
 
@@ -84,15 +85,17 @@ class Sampler:
         shards = self._group.all_gather(padded)
         token_ids = torch.zeros(len(draws), dtype=torch.int64)
         if self._group.rank == 0:
+            pieces = [shard[:, :size] for shard, size in zip(shards.cpu().numpy(), self._sizes, strict=True)]
             for row, item in enumerate(draws):
-                whole = torch.cat([shard[row, :size] for shard, size in zip(shards, self._sizes, strict=True)])
-                settings = item.settings
-                u = uniform(settings.seed, settings.choice, item.position)
-                token_ids[row] = draw(
-                    whole, u, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
-                )
+                token_ids[row] = _draw_row(np.concatenate([piece[row] for piece in pieces]), item)
         chosen: list[int] = self._group.broadcast(token_ids).tolist()
         return chosen
+
+
+def _draw_row(logits: FloatRow, item: Draw) -> int:
+    settings = item.settings
+    u = uniform(settings.seed, settings.choice, item.position)
+    return draw(logits, u, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

@@ -1,0 +1,102 @@
+"""One id a row, equal on every rank, whatever else is in the batch; on thread ranks with uneven vocabularies."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_shards.group import SingleRank
+from tests.fakes.thread_group import ThreadGroup, run_ranks
+from workers.errors import WorkerError
+from workers.protocol import SamplingSettings
+from workers.sampling.sampler import Draw, Sampler
+
+VOCABULARY = 1003
+SHARDS = {1: [1003], 2: [512, 491], 3: [384, 384, 235], 4: [501, 0, 1, 501]}
+
+
+def settings(temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1.0) -> SamplingSettings:
+    return SamplingSettings(temperature, top_k, top_p, seed, 0)
+
+
+def sample_on(num_ranks: int, logits: Tensor, draws: list[Draw]) -> list[list[int]]:
+    sizes = SHARDS[num_ranks]
+
+    def work(group: ThreadGroup) -> list[int]:
+        start, size = sum(sizes[: group.rank]), sizes[group.rank]
+        sampler = Sampler(group, vocab_size=VOCABULARY, local_start=start, local_size=size)
+        return sampler.sample(logits[:, start : start + size].contiguous(), draws)
+
+    return run_ranks(num_ranks, work)
+
+
+def random_logits(rows: int) -> Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 2
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_every_rank_has_the_ids_of_one_rank(num_ranks: int) -> None:
+    logits = random_logits(24)
+    draws = [
+        Draw(settings(0.0 if row % 3 == 0 else 0.9, seed=row, top_k=40 * (row % 2), top_p=1 - row % 4 / 10), row)
+        for row in range(24)
+    ]
+    (expected,) = sample_on(1, logits, draws)
+    assert sample_on(num_ranks, logits, draws) == [expected] * num_ranks
+    assert [expected[row] for row in range(0, 24, 3)] == logits[::3].argmax(1).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_greedy_ties_go_to_the_lowest_id(num_ranks: int) -> None:
+    logits = random_logits(3)
+    for row, ids in enumerate(([1002, 20], [500, 501, 1002], [600, 400])):
+        logits[row, ids] = 99.0
+    draws = [Draw(settings(0.0), 5)] * 3
+    assert sample_on(num_ranks, logits, draws) == [[20, 500, 400]] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_greedy_rows_of_minus_infinity_but_one(num_ranks: int) -> None:
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[0, 1002] = -1e30
+    assert sample_on(num_ranks, logits, [Draw(settings(0.0), 0)]) == [[1002]] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_padding_of_narrow_shards_is_never_drawn(num_ranks: int) -> None:
+    logits = torch.full((200, VOCABULARY), -50.0)  # flat: any id, with padding any place, is as likely as another
+    draws = [Draw(settings(2.0, seed=row), row) for row in range(200)]
+    (expected,) = sample_on(1, logits, draws)
+    assert sample_on(num_ranks, logits, draws)[0] == expected
+    assert max(expected) < VOCABULARY
+    assert max(expected) > 950
+
+
+def test_a_row_is_drawn_alike_in_any_batch() -> None:
+    logits = random_logits(9)
+    draws = [Draw(settings(1.0, seed=row), 10 + row) for row in range(8)] + [Draw(settings(0.0), 3)]
+    sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
+    together = sampler.sample(logits, draws)
+    alone = [sampler.sample(logits[row : row + 1], [draws[row]])[0] for row in range(9)]
+    backwards = sampler.sample(logits.flip(0), draws[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_position_seed_and_choice_each_change_the_draw() -> None:
+    logits = torch.zeros(4, VOCABULARY)
+    draws = [
+        Draw(SamplingSettings(1.0, 0, 1.0, seed, choice), position)
+        for seed, choice, position in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))
+    ]
+    sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
+    assert len(set(sampler.sample(logits, draws))) == 4
+
+
+def test_no_rows_are_no_collective() -> None:
+    sampler = Sampler(SingleRank(), vocab_size=4, local_start=0, local_size=4)
+    assert sampler.sample(torch.empty(0, 4), []) == []
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 3), (1, 4), (0, 5)])
+def test_shards_that_do_not_cover_the_vocabulary_are_refused(start: int, size: int) -> None:
+    with pytest.raises(WorkerError, match="do not cover 4 ids"):
+        Sampler(SingleRank(), vocab_size=4, local_start=start, local_size=size)

@@ -15,6 +15,7 @@ from model_shards.weights.loader import load_model
 from tests.fakes.checkpoints import tiny_weights, write_folder, write_tiny_model
 from tests.fakes.gguf_files import write_gguf
 from tests.fakes.plain_attention import PlainAttention
+from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 
 TOLERANCE = 1e-4
@@ -53,12 +54,6 @@ def sharded_logits(path: Path, ranks: int, tokens: Tensor = TOKENS) -> Tensor:
         return logits
 
     return torch.cat(run_ranks(ranks, work), dim=1)
-
-
-def reference_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def reference_logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:

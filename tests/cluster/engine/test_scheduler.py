@@ -178,3 +178,18 @@ def test_a_prompt_moves_on_when_decodes_fill_all_but_one_token(depth: int) -> No
     rig = Rig(depth=depth, num_blocks=500, max_num_seqs=4, max_num_batched_tokens=4)
     rig.add(*(make_request(f"s{i}", 1, 100) for i in range(3)), make_request("prompt", 30, 1))
     assert rig.run_until_first_token("prompt") <= 32 + depth
+
+
+def test_a_preempted_sequence_does_not_come_back_before_the_token_it_awaits_is_known() -> None:
+    """Whatever order the loop keeps: else the ranks would sample that token twice."""
+    rig = Rig(depth=2, num_blocks=4, block_size=4)
+    rig.add(make_request("first", 4, 12), make_request("second", 4, 12))
+    scheduler = rig.core.scheduler
+    while not scheduler.num_preemptions:
+        while len(scheduler.in_flight) > 1:
+            rig.core.finish_step(True)
+        rig.core.plan_step()
+    assert scheduler.waiting[0].num_pending_tokens == 1
+    rig.abort("first")  # all blocks are free now
+    plan = scheduler.schedule()
+    assert plan is None or not plan.new

@@ -20,6 +20,7 @@ from cluster.driver.subscriptions import Subscriptions
 from cluster.engine.config import EngineConfig
 from cluster.engine.executor import Executor
 from cluster.engine.loop import Engine
+from cluster.engine.stats import EngineStats
 from cluster.errors import Unavailable
 from cluster.generation import GenerationRequest, TokenDelta
 
@@ -96,6 +97,10 @@ class Driver:
         lease = self._subscriptions.renew(subscriber_id)
         stats = self._engine.stats()
         return DriverStatus(lease=lease, running=stats.running, waiting=stats.waiting, failure=self.failure)
+
+    async def stats(self) -> EngineStats:
+        """What the engine has counted."""
+        return self._engine.stats()
 
     async def check_health(self) -> None:
         """Serve's probe. Raises when no token can be made any more."""

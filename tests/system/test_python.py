@@ -1,0 +1,107 @@
+"""`Client`, `AsyncClient` and `LLM` against real ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.client import AsyncClient, Client
+from cluster.errors import ContextOverflow, InvalidRequest, Unavailable
+from cluster.generation import FinishReason, SamplingParams
+from tests.system.conftest import Served, counted
+from tests.system.processes import shared_files, wait_until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def test_generate_chat_and_stream(served: Served) -> None:
+    completion = served.client.generate("abc", SamplingParams(max_tokens=10))
+    answer = served.client.chat([{"role": "user", "content": "count"}], SamplingParams(max_tokens=10, n=2))
+    deltas = list(served.client.stream([97, 98, 99], SamplingParams(max_tokens=10)))
+
+    assert completion.text == counted("c", 10)
+    assert [choice.text for choice in answer.choices] == [counted(" ", 10)] * 2
+    assert "".join(delta.text for delta in deltas) == counted("c", 10)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_leaving_the_loop_cancels(served: Served) -> None:
+    aborted = served.stats().finished[FinishReason.ABORT]
+
+    for _ in served.client.stream("abc", SamplingParams(max_tokens=3000)):
+        break
+
+    wait_until(lambda: served.stats().finished[FinishReason.ABORT] == aborted + 1, "the request is aborted")
+    assert served.stats().running == 0
+
+
+async def test_the_same_on_an_event_loop(served: Served) -> None:
+    client = AsyncClient.connect()
+    aborted = served.stats().finished[FinishReason.ABORT]
+
+    completion = await client.generate("abc", SamplingParams(max_tokens=10))
+    stream = client.stream_chat([{"role": "user", "content": "count"}], SamplingParams(max_tokens=3000))
+    first = await anext(stream)
+    await stream.aclose()
+
+    assert completion.text == counted("c", 10)
+    assert counted(" ", 3000).startswith(first.text)
+    wait_until(lambda: served.stats().finished[FinishReason.ABORT] == aborted + 1, "the request is aborted")
+
+
+def test_errors_are_our_own(served: Served) -> None:
+    with pytest.raises(InvalidRequest, match="prompt must have at least one token") as caught:
+        served.client.generate("")
+    assert type(caught.value) is InvalidRequest
+    assert caught.value.field == "prompt"
+    with pytest.raises(ContextOverflow, match="maximum context length"):
+        list(served.client.stream("x" * 5000))
+    with pytest.raises(Unavailable, match="no application 'absent'"):
+        Client.connect("absent")
+
+
+def test_any_process_of_the_cluster_can_connect_without_torch(served: Served) -> None:
+    program = (
+        "import sys\n"
+        "from shardserve import Client, SamplingParams\n"
+        "client = Client.connect(address=sys.argv[1])\n"
+        "print(client.generate('abc', SamplingParams(max_tokens=5)).text, 'torch' in sys.modules)\n"
+    )
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", program, address],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "defgh False\n", done.stderr
+
+
+def test_offline_on_a_ray_of_its_own_leaves_nothing(counter_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from shardserve import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], tp=2, device='cpu', kv_cache_memory='16MiB') as llm:\n"
+        "    for completion in llm.generate(['abc', 'xyz', [65]], SamplingParams(max_tokens=5)):\n"
+        "        print(completion.text)\n"
+        "    stop = SamplingParams(max_tokens=9, stop=('h',))\n"
+        "    print(''.join(delta.text for delta in llm.stream('abc', stop)))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    before = shared_files()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(counter_path)],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["defgh", "{|}~ ", "BCDEF", "defg", "False"], done.stderr
+    wait_until(lambda: shared_files() <= before, "nothing of it is left")

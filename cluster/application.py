@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, nod
 from cluster.errors import StartupFailed, Unavailable
 from cluster.generation import Completion, SamplingParams, TextDelta
 from cluster.ingress.app import build_app
+from cluster.launch import start_log
 from cluster.text.chat_template import ChatMessage, load_chat_template
 from cluster.text.completer import Completer
 from cluster.text.prompts import Prompt
@@ -53,7 +54,8 @@ class DriverReplica(Driver):
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr("driver")
         super().__init__(config, _group_starter())
-        await self.start()
+        with start_log.recording() if ray.is_initialized() else nullcontext():
+            await self.start()
 
     async def __del__(self) -> None:
         """Called by Serve once the replica has drained."""

@@ -24,6 +24,7 @@ class Serving:
     def __init__(self, launch: Launch, progress: Progress, stop: StopSignals) -> None:
         self.url = launch.options.url
         self.model = launch.config.model_name
+        self.logs = launch.logs
         self.progress = progress
         self._launch = launch
         self._stop = stop
@@ -55,5 +56,6 @@ def launched(config: ClusterConfig, options: LaunchOptions, console: Console) ->
             raise
         finally:
             stop.quiet()
-            with progress.part("ended"):
-                launch.stop()
+            if launch.has_begun:
+                with progress.part("ended"):
+                    launch.stop()

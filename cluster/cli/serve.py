@@ -90,6 +90,8 @@ def run(config: "ClusterConfig", launch_options: "LaunchOptions") -> None:
             f"\nready after {serving.progress.elapsed_s:.1f} s: {serving.url}/v1   model: {serving.model}\n"
         )
         console.print(chat_line(serving.url, serving.model), markup=False, highlight=False, soft_wrap=True)
+        if serving.logs is not None:
+            console.print(f"\nlogs: {serving.logs}", highlight=False, soft_wrap=True)
         console.print("\nCtrl-C drains the running streams and ends; a second one ends at once.")
         serving.wait_for_stop()
         console.print("ending: running streams may finish first")

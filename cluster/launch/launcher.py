@@ -138,7 +138,17 @@ class Launch:
             config = config.model_copy(update={"model": str(path), "served_model_name": config.model_name})
         self._is_deployed = True
         serving.deploy(build(config), APPLICATION)
-        serving.wait_running(APPLICATION, deadline_s=config.start_deadline_s, on_state=self._progress.note)
+        serving.wait_running(APPLICATION, deadline_s=config.start_deadline_s, on_line=self._progress.say)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to end."""
+        return self._is_connected or self._folder is not None
+
+    @property
+    def logs(self) -> Path | None:
+        """Where the processes of this launch log, while it lives; None on a Ray of someone else."""
+        return None if self._folder is None else self._folder.path / "session_latest" / "logs"
 
     def failure(self) -> str | None:
         """Why this launch can serve no longer, as far as this process sees it; None while it can."""
@@ -156,6 +166,7 @@ class Launch:
                 ray_node.stop_ray()
             if self._folder is not None:
                 killed = self._folder.close(grace_s=_RAY_GRACE_S)
+                self._folder = None
                 if killed:
                     _log.warning("had to kill %s", ", ".join(killed))
 

@@ -41,6 +41,10 @@ class Progress:
         else:
             self._console.print(f"  {text}", markup=False, highlight=False)
 
+    def say(self, text: str) -> None:
+        """A line that stays, about what the running part has reached."""
+        self._console.print(f"    {text}", markup=False, highlight=False, style="dim", soft_wrap=True)
+
     def done(self, name: str, seconds: float, remark: str = "") -> None:
         """Print the line of a part that has ended."""
         self.seconds[name] = seconds

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import StartupFailed
+from cluster.launch import start_log
 
 _POLL_S = 0.2
 _FAILED = ("UNHEALTHY", "DEPLOY_FAILED")  # of applications and of deployments
@@ -71,6 +72,7 @@ def deploy(application: Any, name: str) -> None:
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
+    start_log.forget()
     target = serve.RunTarget(
         target=application,
         name=name,
@@ -80,17 +82,22 @@ def deploy(application: Any, name: str) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def wait_running(name: str, *, deadline_s: float, on_state: Callable[[str], None]) -> None:
+def wait_running(name: str, *, deadline_s: float, on_line: Callable[[str], None]) -> None:
     """Wait until every replica of the application runs. Raises `StartupFailed` with the cause of a first failure.
 
     Serve would try a failing constructor again and again; what fails once here (a model that does not fit, a rank
-    that dies while loading) fails again, so the first cause is the answer.
+    that dies while loading) fails again, so the first cause is the answer. `on_line` gets what the driver says.
     """
     from ray import serve
 
     deadline = time.monotonic() + deadline_s
-    shown = ""
+    application = None
+    shown = 0
     while time.monotonic() < deadline:
+        lines = start_log.read()
+        for line in lines[shown:]:
+            on_line(line)
+        shown = len(lines)
         application = serve.status().applications.get(name)
         if application is not None:
             failure = _failure_of(application)
@@ -98,12 +105,9 @@ def wait_running(name: str, *, deadline_s: float, on_state: Callable[[str], None
                 raise StartupFailed(failure)
             if application.status == "RUNNING":
                 return
-            state = _state_of(application)
-            if state != shown:
-                on_state(state)
-                shown = state
         time.sleep(_POLL_S)
-    raise StartupFailed(f"the application does not run after {deadline_s:g} s; it is at: {shown or 'nothing yet'}")
+    state = _state_of(application) if application is not None else "not deployed yet"
+    raise StartupFailed(f"the application does not run after {deadline_s:g} s: {state}")
 
 
 def _failure_of(application: Any) -> str | None:

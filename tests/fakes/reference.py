@@ -48,8 +48,8 @@ def _model_of_gguf(path: Path) -> Any:
         rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
         tie_word_embeddings="lm_head.weight" not in weights,
-        attn_implementation="eager",
     )
+    config._attn_implementation = "eager"
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to_empty(device="cpu")
@@ -58,16 +58,16 @@ def _model_of_gguf(path: Path) -> Any:
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing
     model.tie_weights()
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _hugging_face_names(num_layers: int) -> dict[str, str]:
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, num_layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
     for layer in range(num_layers):
-        parts = [f"self_attn.{name}_proj" for name in "qkvo"] + [
-            f"mlp.{name}_proj" for name in ("gate", "up", "down")
-        ]
-        parts += ["input_layernorm", "post_attention_layernorm"]
+        parts = ["input_layernorm", "post_attention_layernorm"]
+        parts += [f"self_attn.{name}_proj" for name in "qkvo"]
+        parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
         modules += [f"model.layers.{layer}.{part}" for part in parts]
     return {f"{table.get_name(module)}.weight": f"{module}.weight" for module in modules}

@@ -1,0 +1,86 @@
+"""Each elementwise part is right, and computes a row from that row alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_shards.layers import ops
+from model_shards.layers.rotary import RotaryTable
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rotated(fused: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """As the attention layer calls it: the leading heads of a wider row."""
+    heads = fused.view(len(fused), -1, 2 * cosine.shape[-1])
+    return ops.rotate(heads[:, :-1], cosine, sine)
+
+
+def add_rms_norm(update: Tensor, residual: Tensor) -> Tensor:
+    return torch.cat(ops.add_rms_norm(update, residual, WEIGHT.to(update.dtype), 1e-5), dim=1)
+
+
+WEIGHT = drawn(96, seed=9)
+HEAD_WEIGHT = drawn(6, seed=9)
+CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "rms_norm": (lambda x: ops.rms_norm(x, WEIGHT.to(x.dtype), 1e-5), [drawn(200, 96)]),
+    "rms_norm of heads": (lambda x: ops.rms_norm(x[:, :3], HEAD_WEIGHT.to(x.dtype), 1e-5), [drawn(200, 4, 6)]),
+    "add_rms_norm": (add_rms_norm, [drawn(200, 96), drawn(200, 96, seed=1)]),
+    "rotate, 64": (rotated, [drawn(200, 5 * 64), drawn(200, 1, 32, seed=1), drawn(200, 1, 32, seed=2)]),
+    "rotate, 6": (rotated, [drawn(200, 5 * 6), drawn(200, 1, 3, seed=1), drawn(200, 1, 3, seed=2)]),
+    "silu_and_multiply": (ops.silu_and_multiply, [drawn(200, 2 * 672)]),
+    "silu_and_multiply, odd": (ops.silu_and_multiply, [drawn(200, 2 * 67)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    function, inputs = CASES[name]
+    inputs = [tensor.to(dtype) for tensor in inputs]
+    whole = function(*inputs)
+    for start, stop in [(0, 1), (17, 18), (3, 5), (5, 8), (1, 14), (60, 133)]:
+        assert torch.equal(function(*[tensor[start:stop] for tensor in inputs]), whole[start:stop])
+
+
+def test_rms_norm() -> None:
+    rows = drawn(4, 96).double()
+    expected = rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt() * WEIGHT.double()
+    torch.testing.assert_close(ops.rms_norm(rows.float(), WEIGHT, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_add_rms_norm_returns_the_sum_as_the_residual() -> None:
+    update, residual = drawn(4, 96), drawn(4, 96, seed=1)
+    before = residual.clone()
+    normed, total = ops.add_rms_norm(update, residual, WEIGHT, 1e-5)
+    assert torch.equal(total, update + before)
+    assert torch.equal(normed, ops.rms_norm(total, WEIGHT, 1e-5))
+    assert torch.equal(residual, before)
+
+
+def test_rotation_turns_pairs_by_position() -> None:
+    """A dot product of two rotated heads depends on the distance of their positions alone."""
+    table = RotaryTable(8, 100, 10_000.0, dtype=torch.float32, device=torch.device("cpu"))
+    query, key = drawn(1, 1, 8), drawn(1, 1, 8, seed=1)
+
+    def score(query_position: int, key_position: int) -> float:
+        at = [table.at(torch.tensor([position])) for position in (query_position, key_position)]
+        left, right = (
+            ops.rotate(head, turn.cosine, turn.sine) for head, turn in zip((query, key), at, strict=True)
+        )
+        return float((left * right).sum())
+
+    assert score(7, 4) == pytest.approx(score(90, 87), abs=1e-4)
+    assert score(7, 4) != pytest.approx(score(7, 5), abs=1e-2)
+    assert score(0, 0) == pytest.approx(float((query * key).sum()), abs=1e-6)
+
+
+def test_silu_and_multiply() -> None:
+    gate_up = drawn(3, 10)
+    gate, up = gate_up[:, :5].double(), gate_up[:, 5:].double()
+    expected = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(ops.silu_and_multiply(gate_up).double(), expected, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,8 @@ from torch import Tensor
 from model_shards.group import SingleRank, TensorParallelGroup
 from workers.config import Device
 from workers.errors import GroupBroken
-from workers.shared_memory import Segment, SharedMemoryGroup, shared_memory_refusal
+from workers.segment import Segment, shared_memory_refusal
+from workers.shared_memory import SharedMemoryGroup
 from workers.torch_groups import TorchRendezvous, join_torch_group
 
 _log = logging.getLogger(__name__)

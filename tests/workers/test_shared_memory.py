@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.workers.processes import spawn_ranks
-from workers import shared_memory
+from workers import segment as segment_module
 from workers.errors import GroupBroken
-from workers.shared_memory import SLOT_BYTES, Segment, SharedMemoryGroup, shared_memory_refusal
+from workers.segment import SLOT_BYTES, Segment, shared_memory_refusal
+from workers.shared_memory import SharedMemoryGroup
 
 LONG_S = 60.0
 SHORT_S = 0.3
@@ -174,7 +175,7 @@ def test_a_rank_missing_at_the_start_is_named_and_nothing_is_left() -> None:
 def test_the_file_is_private_and_has_no_name_once_all_have_mapped_it() -> None:
     def work(group: SharedMemoryGroup) -> list[str]:
         group.all_reduce(torch.ones(1))
-        return [path.name for path in shared_memory.FOLDER.glob(f"shardserve-group-*-{os.getpid()}-*")]
+        return [path.name for path in segment_module.FOLDER.glob(f"shardserve-group-*-{os.getpid()}-*")]
 
     assert in_threads(2, work) == [[], []]
 
@@ -211,7 +212,7 @@ def test_no_room_is_an_error_at_the_start_and_leaves_nothing(
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(segment_module, "FOLDER", tmp_path)
     monkeypatch.setattr("os.posix_fallocate", refuse)
     with pytest.raises(OSError, match="No space left"):
         Segment.create(2)

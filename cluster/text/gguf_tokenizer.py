@@ -125,8 +125,8 @@ class _Vocabulary:
         self._tokens: Sequence[str] = self._need("tokens")
 
     def build(self) -> Any:
-        merges = [self._merge(merge) for merge in self._need("merges")]
         vocabulary = {token: token_id for token_id, token in enumerate(self._tokens)}
+        merges = self._merges(vocabulary)
         model = models.BPE(vocabulary, merges, ignore_merges=self._pre in _WHOLE_WORDS_FIRST)
         tokenizer = tokenizers.Tokenizer(model)
         if self._pre in _NORMALISED:
@@ -179,9 +179,14 @@ class _Vocabulary:
             )
         return str(self._tokens[token_id])
 
-    def _merge(self, merge: str) -> tuple[str, str]:
-        left, _, right = merge.partition(" ")
-        return left, right
+    def _merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        merges = []
+        for merge in self._need("merges"):
+            left, _, right = merge.partition(" ")
+            if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+                raise CheckpointError(f"{self._path}: tokenizer.ggml.merges has {merge!r}, which no tokens spell")
+            merges.append((left, right))
+        return merges
 
     def _field(self, name: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}")

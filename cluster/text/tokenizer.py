@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from cluster.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from model_shards.errors import UnsupportedModel
+from model_shards.errors import CheckpointError, UnsupportedModel
 
 
 class Tokenizer(Protocol):
@@ -45,7 +45,7 @@ class HuggingFaceTokenizer:
     """The Rust tokenizer of the `tokenizers` package. Thread-safe: encoding releases the interpreter lock."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+        self._tokenizer = _build(files.tokenizer_json)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._to_bytes = _bytes_of_piece(self._tokenizer.decoder)
@@ -85,6 +85,13 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     Raises `CheckpointError` for missing or broken files, `UnsupportedModel` for a kind of tokenizer we do not run.
     """
     return HuggingFaceTokenizer(read_tokenizer_files(path))
+
+
+def _build(tokenizer_json: str) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the package raises no narrower class
+        raise CheckpointError(f"tokenizer.json is not a tokenizer that we can load: {error}") from None
 
 
 def _vocab_size(tokenizer: Any) -> int:

@@ -39,7 +39,7 @@ class ScriptedSource:
     pause_after: int | None = None  # deltas of one request, then nothing more until `resume` is set
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerationRequest] = field(default_factory=list)
-    running: set[str] = field(default_factory=set)
+    running: dict[str, set[int]] = field(default_factory=dict)  # request -> its open choices
     aborted: list[str] = field(default_factory=list)
     finished_choices: list[tuple[str, int]] = field(default_factory=list)
 
@@ -48,24 +48,27 @@ class ScriptedSource:
         await asyncio.sleep(0)
         if self.refuse_with is not None and self.refuse_when(request):
             raise self.refuse_with
-        self.running.add(request.request_id)
+        open_choices = self.running[request.request_id] = set(range(request.sampling.n))
         try:
             for number, delta in enumerate(self._deltas(request)):
                 if number == self.fail_after:
-                    self.running.discard(request.request_id)
+                    open_choices.clear()
                     raise self.fail_with
                 if number == self.pause_after:
                     await self.resume.wait()
-                if (request.request_id, delta.choice) not in self.finished_choices:
+                if delta.choice in open_choices:
+                    if delta.finish_reason is not None:
+                        open_choices.discard(delta.choice)
                     yield delta
-            self.running.discard(request.request_id)
+            open_choices.clear()
         finally:
-            if request.request_id in self.running:
-                self.running.discard(request.request_id)
+            del self.running[request.request_id]
+            if open_choices:
                 self.aborted.append(request.request_id)
 
     async def finish_choice(self, request_id: str, choice: int) -> None:
         self.finished_choices.append((request_id, choice))
+        self.running[request_id].discard(choice)
 
     def _deltas(self, request: GenerationRequest) -> list[TokenDelta]:
         """All deltas, the choices taking turns."""

@@ -25,7 +25,6 @@ class _Attempt:
         self.new: list[NewSequence] = []
         self.known: list[KnownSequence] = []
         self.sampled: list[Sequence] = []  # the rows whose step will sample a token
-        self.preempted = False
 
     def take_known(self, sequence: Sequence, row: KnownSequence) -> None:
         self.known.append(row)
@@ -99,8 +98,7 @@ class Scheduler:
                 break
             num_tokens = min(sequence.num_tokens_left_to_compute, attempt.budget)
             attempt.take_known(sequence, KnownSequence(sequence.sequence_id, num_tokens))
-        if not attempt.preempted:  # what one sequence had to give up is not for a newcomer
-            self._admit(attempt)
+        self._admit(attempt)
         has_rows = attempt.new or attempt.known
         if not has_rows and (not self._ended or self.in_flight):
             return None
@@ -136,13 +134,13 @@ class Scheduler:
                 prefills.append(sequence)
             elif sequence.num_computed_tokens < len(sequence.blocks) * self._pool.block_size:
                 attempt.take_known(sequence, sequence.decode_row)
-            elif self._make_room(attempt, sequence):
+            elif self._make_room(sequence):
                 new_blocks = self._pool.allocate(1)
                 sequence.blocks += new_blocks
                 attempt.take_known(sequence, KnownSequence(sequence.sequence_id, 1, tuple(new_blocks)))
         return prefills
 
-    def _make_room(self, attempt: _Attempt, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence) -> bool:
         """Free a block for `sequence`, at the cost of later arrivals only.
 
         The latest of all gives up nothing and waits with its blocks: an older one that needs them takes them.
@@ -152,14 +150,14 @@ class Scheduler:
             if latest is sequence:
                 return False
             self._preempt(latest)
-            attempt.preempted = True
         return True
 
     def _admit(self, attempt: _Attempt) -> None:
         """Admit waiting sequences, first come first served, with the blocks for all their known tokens.
 
         Beyond those, every running sequence keeps one free block to grow into. Without it a newcomer would be
-        preempted a few steps later, again and again, and recompute more than it gains.
+        preempted a few steps later, again and again, and recompute more than it gains. A preempted sequence needs
+        at least what it had, of which an older one took some: it comes back only after a running one has ended.
         """
         while self.waiting and attempt.budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = self.waiting[0]

@@ -52,13 +52,17 @@ def check_outputs(rig: Rig, requests: dict[str, GenerationRequest], aborted: set
 
 
 def check_preemptions_are_bounded(rig: Rig) -> None:
-    """Between two preemptions of a sequence an older one must have ended: blocks come from nowhere else."""
-    admissions: dict[int, int] = {}
-    for plan in rig.executor.executed:
+    """A preempted sequence comes back only after an older one has ended for good: no thrash, case 46."""
+    ends: dict[int, list[int]] = {}
+    for step, plan in enumerate(rig.executor.executed):
+        for sequence_id in plan.ended:
+            ends.setdefault(sequence_id, []).append(step)
         for new in plan.new:
-            admissions[new.sequence_id] = admissions.get(new.sequence_id, 0) + 1
-    for sequence_id, count in admissions.items():
-        assert count <= 2 + sequence_id
+            if new.sequence_id not in ends:
+                continue
+            preempted_at = ends[new.sequence_id][-1]
+            freed = [older for older in range(new.sequence_id) if preempted_at < ends.get(older, [-1])[-1] <= step]
+            assert freed, f"sequence {new.sequence_id} came back at step {step} to what made it leave"
 
 
 class EngineMachine(RuleBasedStateMachine):

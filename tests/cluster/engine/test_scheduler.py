@@ -80,6 +80,18 @@ def test_the_latest_arrival_is_preempted_and_goes_on_from_its_own_tokens(depth: 
     rig.assert_nothing_left()
 
 
+def test_the_latest_waits_with_its_blocks_rather_than_preempt_itself(depth: int) -> None:
+    rig = Rig(depth=depth, num_blocks=4, block_size=4)
+    older, latest = make_request("older", 1, 8), make_request("latest", 4, 8)
+    rig.add(older, latest)
+    rig.run_until_idle()
+    steps = [[row[0] for row in rows(plan)] for plan in rig.executor.executed]
+    assert [0] in steps  # the latest stood still for a step or more
+    assert rig.core.stats().preemptions == 0
+    assert rig.tokens == {("older", 0): counted(older), ("latest", 0): counted(latest)}
+    rig.assert_nothing_left()
+
+
 def test_a_preempted_id_is_ended_on_the_ranks_before_it_comes_back(depth: int) -> None:
     rig = Rig(depth=depth, num_blocks=8, block_size=4)
     rig.add(*(make_request(f"r{i}", 4, 20) for i in range(3)))

@@ -6,16 +6,16 @@ from typing import Any
 from rich.table import Table
 
 from cluster.bench.load import BenchPlan
-from cluster.bench.summary import LevelSummary
+from cluster.bench.summary import LevelSummary, Spread
 
 
 def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
     """One row a level; failures in their own column, so that they cannot be overlooked."""
-    title = f"{model} at {plan.url}: {plan.input_len} tokens in, {plan.output_len} out"
+    title = f"{model} at {plan.url}: {plan.input_len} tokens in, {plan.output_len} out; times in ms, median / p99"
     result = Table(title=title, title_justify="left")
-    result.add_column("load")
-    for heading in ("done", "failed", "output tok/s", "TTFT ms", "p99", "ITL ms", "p99", "TPOT ms", "p99"):
-        result.add_column(heading, justify="right")
+    result.add_column("load", no_wrap=True)
+    for heading in ("done", "failed", "tok/s", "TTFT", "ITL", "TPOT"):
+        result.add_column(heading, justify="right", no_wrap=True)
     for level in levels:
         failed = level.failed + level.unfinished
         result.add_row(
@@ -23,16 +23,15 @@ def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
             str(level.completed),
             f"[red]{failed}[/red]" if failed else "0",
             f"{level.output_tokens_per_s:.1f}",
-            *_cells(level),
+            *(_cell(spread) for spread in (level.ttft_ms, level.itl_ms, level.tpot_ms)),
         )
     return result
 
 
-def _cells(level: LevelSummary) -> list[str]:
-    spreads = (level.ttft_ms, level.itl_ms, level.tpot_ms)
-    return [
-        "-" if value is None else f"{value:.1f}" for spread in spreads for value in (spread.median, spread.p99)
-    ]
+def _cell(spread: Spread) -> str:
+    if spread.median is None or spread.p99 is None:
+        return "-"
+    return f"{spread.median:.1f} / {spread.p99:.1f}"
 
 
 def notes(levels: Sequence[LevelSummary]) -> list[str]:

@@ -17,7 +17,6 @@ Proxy = Literal["serve", "haproxy"]
 
 _OBJECT_STORE_BYTES = 150 * 2**20  # tokens do not pass through the object store: Serve's own few objects do
 _TOKEN_FILE = "ray_auth_token"
-_HAPROXY_FOLDER = "haproxy"
 
 
 def ray_environment(
@@ -37,21 +36,25 @@ def ray_environment(
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
     }
     if proxy == "haproxy":
-        settings |= _haproxy_environment(folder / _HAPROXY_FOLDER, stats_port, metrics_port)
+        settings |= _haproxy_environment(folder, stats_port, metrics_port)
     return settings
 
 
 def _haproxy_environment(folder: Path, stats_port: int, metrics_port: int) -> dict[str, str]:
-    """Serve's fixed paths and ports moved, so that two launches on one machine do not meet in them."""
+    """Serve's fixed paths and ports moved, so that two launches on one machine do not meet in them.
+
+    HAProxy takes socket paths of up to 97 characters, and Serve puts the 56 of a node id in between: hence the
+    shortest names.
+    """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # ends when streams end, not after 30 s
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
     }

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "shardserve-run-"
 _OWNER = "launcher"
-# Ray appends up to 63 characters for its sockets, whose paths may have 107; ours adds 24.
-_LONGEST_PARENT = 20
+# Socket paths are short: Ray appends up to 63 characters and may reach 107, HAProxy 59 and 97; our name has 25.
+_LONGEST_PARENT = 13
 _YOUNG_S = 60.0  # a folder this young without an owner may be one that is being made
 
 

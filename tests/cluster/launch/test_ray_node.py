@@ -30,6 +30,8 @@ def test_haproxy_keeps_everything_in_the_folder() -> None:
     paths = [value for value in settings.values() if value.startswith("/")]
     assert len(paths) == 6
     assert all(Path(path).is_relative_to(_FOLDER) for path in paths)
+    sockets = [Path(value) for name, value in settings.items() if name.endswith("SOCKET_PATH")]
+    assert all(len(str(path.parent / ("f" * 56) / path.name)) <= 97 for path in sockets)
 
 
 def test_serves_own_proxy_is_set_explicitly() -> None:

@@ -214,7 +214,13 @@ def test_every_folder_of_tests_is_a_package() -> None:
     assert [shown(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
-def test_the_documents_name_every_storey(document: str) -> None:
-    text = (PROJECT / document).read_text()
-    assert [name for name in (*PACKAGES, "deploy") if f"{name}/" not in text] == []
+def test_the_architecture_names_every_storey() -> None:
+    text = (PROJECT / "ARCHITECTURE.md").read_text()
+    assert [name for name in (*PACKAGES, "deploy", "tests", "scripts") if f"{name}/" not in text] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", (PROJECT / document).read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (PROJECT / target).exists()] == []

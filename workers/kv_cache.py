@@ -9,6 +9,8 @@ transposing copy of everything it reads. Seen as `permute(1, 2, 0, 3)` of its ha
 Knows blocks and slots; knows nothing of which sequence holds them.
 """
 
+import math
+import mmap
 from typing import Protocol
 
 import torch
@@ -58,11 +60,7 @@ class KvCache:
         self.num_heads = model.num_local_kv_heads
         self.head_dim = model.head_dim
         self.layers = [
-            torch.zeros(
-                (2, self.num_heads, num_blocks, block_size, self.head_dim),
-                dtype=torch_dtype(dtype),
-                device=device,
-            )
+            _zeros((2, self.num_heads, num_blocks, block_size, self.head_dim), torch_dtype(dtype), device)
             for _ in range(model.num_layers)
         ]
         self._block_rows = [layer.view(-1, block_size * self.head_dim) for layer in self.layers]
@@ -115,3 +113,14 @@ class KvCache:
     ) -> Tensor:
         """Copy blocks into `out`, whose order is [keys and values, sequences, KV heads, blocks]."""
         return torch.index_select(self._block_rows[layer], 0, rows, out=out)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> Tensor:
+    """On a CPU, pages that the kernel zeroes when they are first written: `torch.zeros` would write every byte of
+    a cache that may never fill, seconds for each GiB, while the cluster starts.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

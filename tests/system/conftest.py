@@ -18,7 +18,8 @@ from tests.system.processes import wait_until
 # By default a local Ray writes a token into the user's home, and later ones then start in another way.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # 15 by default: on a busy machine everything here would starve
+# 15 by default: on a busy machine everything here would starve. Ray spells it in this way.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 PRINTABLE = range(32, 127)
 MODEL = "counter"

@@ -80,7 +80,7 @@ async def test_thirty_two_streams_at_once_are_all_exact(served: Served) -> None:
 
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served) -> None:
-    aborted = served.stats().finished[FinishReason.ABORT]
+    aborted = (await asyncio.to_thread(served.stats)).finished[FinishReason.ABORT]
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 3000, "stream": True}
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -93,7 +93,7 @@ async def test_a_client_that_leaves_frees_its_blocks(served: Served) -> None:
     await asyncio.to_thread(
         wait_until, lambda: served.stats().finished[FinishReason.ABORT] == aborted + 2, "both are aborted"
     )
-    stats = served.stats()
+    stats = await asyncio.to_thread(served.stats)
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.free_blocks == stats.total_blocks
 

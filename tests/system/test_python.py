@@ -1,7 +1,10 @@
 """`Client`, `AsyncClient` and `LLM` against real ranks."""
 
+import asyncio
+import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from cluster.client import AsyncClient, Client
 from cluster.errors import ContextOverflow, InvalidRequest, Unavailable
 from cluster.generation import FinishReason, SamplingParams
 from tests.system.conftest import Served, counted
-from tests.system.processes import shared_files, wait_until
+from tests.system.processes import marked, shared_files, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
 
@@ -41,7 +44,7 @@ def test_leaving_the_loop_cancels(served: Served) -> None:
 
 async def test_the_same_on_an_event_loop(served: Served) -> None:
     client = AsyncClient.connect()
-    aborted = served.stats().finished[FinishReason.ABORT]
+    aborted = (await asyncio.to_thread(served.stats)).finished[FinishReason.ABORT]
 
     completion = await client.generate("abc", SamplingParams(max_tokens=10))
     stream = client.stream_chat([{"role": "user", "content": "count"}], SamplingParams(max_tokens=3000))
@@ -50,7 +53,9 @@ async def test_the_same_on_an_event_loop(served: Served) -> None:
 
     assert completion.text == counted("c", 10)
     assert counted(" ", 3000).startswith(first.text)
-    wait_until(lambda: served.stats().finished[FinishReason.ABORT] == aborted + 1, "the request is aborted")
+    await asyncio.to_thread(
+        wait_until, lambda: served.stats().finished[FinishReason.ABORT] == aborted + 1, "the request is aborted"
+    )
 
 
 def test_errors_are_our_own(served: Served) -> None:
@@ -95,13 +100,15 @@ def test_offline_on_a_ray_of_its_own_leaves_nothing(counter_path: Path) -> None:
         "print('torch' in sys.modules)\n"
     )
     before = shared_files()
+    marker = uuid.uuid4().hex
     done = subprocess.run(
         [sys.executable, "-c", program, str(counter_path)],
         cwd=PROJECT,
+        env={**os.environ, "MARKER": marker},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.stdout.splitlines() == ["defgh", "{|}~ ", "BCDEF", "defg", "False"], done.stderr
-    wait_until(lambda: shared_files() <= before, "nothing of it is left")
+    wait_until(lambda: shared_files() <= before and not marked(marker), "nothing of it is left")

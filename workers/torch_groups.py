@@ -6,7 +6,8 @@ incarnations can follow each other in one process. NCCL is not exercised where t
 Knows torch.distributed; knows nothing of models, plans or Ray.
 """
 
-import logging
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,8 +17,6 @@ import torch.distributed
 from torch import Tensor
 
 from workers.errors import GroupBroken
-
-_log = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # its annotations leave out most of what this module calls
 
@@ -52,8 +51,8 @@ def join_torch_group(
             store = dist.TCPStore(host, int(port), size, is_master=False, timeout=deadline, wait_for_workers=False)
         if kind == "nccl":
             return NcclGroup(store, rank, size, step_deadline_s)
-        return GlooGroup(store, rank, size, deadline, step_deadline_s)
-    except (RuntimeError, ValueError) as error:
+        return GlooGroup(store, rank, size, deadline, step_deadline_s, _own_address(place))
+    except (RuntimeError, ValueError, OSError) as error:
         raise GroupBroken(
             f"rank {rank}: no {kind} group of {size} at {place} within {deadline_s:g} s: {error}"
         ) from error
@@ -64,11 +63,25 @@ class GlooGroup:
 
     transport = "gloo"
 
-    def __init__(self, store: Any, rank: int, size: int, join_deadline: timedelta, step_deadline_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        join_deadline: timedelta,
+        step_deadline_s: float,
+        own_address: str | None,  # None: what gloo finds for itself
+    ) -> None:
         self.rank = rank
         self.size = size
         self._deadline_s = step_deadline_s
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=join_deadline)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = join_deadline
+        device = dist.ProcessGroupGloo
+        options._devices = [
+            device.create_default_device() if own_address is None else device.create_device(hostname=own_address)
+        ]
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
         self._store = store
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -89,10 +102,14 @@ class GlooGroup:
         return result
 
     def abort(self) -> None:
-        self._group.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
-        self._group.shutdown()
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = self._store = None  # the store's port closes with its last user
 
     def _gather(self, tensor: Tensor, operation: str) -> Tensor:
         parts = tensor.new_empty((self.size, *tensor.shape))
@@ -120,9 +137,11 @@ class NcclGroup:
     def __init__(self, store: Any, rank: int, size: int, step_deadline_s: float) -> None:
         self.rank = rank
         self.size = size
+        if not dist.is_nccl_available():
+            raise ValueError("this build of torch has no NCCL")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=step_deadline_s)
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         self._store = store
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -144,16 +163,34 @@ class NcclGroup:
         return result
 
     def abort(self) -> None:
-        self._group.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
-        self._group.abort()
+        self.abort()
+        self._group = self._store = None
 
     def _start(self, operation: str, start: Callable[[], Any]) -> None:
         try:
             start().wait()  # orders the current stream after the collective; does not block this thread
         except RuntimeError as error:
             raise GroupBroken(f"rank {self.rank}: {operation} over NCCL failed: {error}") from error
+
+
+def _own_address(place: str) -> str | None:
+    """This rank's address as the meeting point sees it, unless the user told gloo which interface to take.
+
+    Gloo would look up the host's name instead, which in many containers leads nowhere, or to 127.0.0.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    host, _, port = place.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing, but chooses the route
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Engine:
     """Takes over `executor`: it is used by the engine's thread only and stopped when that thread ends.
 
     Every choice of an accepted request gets exactly one delta with a finish reason, whatever happens. `publish` is
-    called at most once a step, in order, from one thread of its own; it can neither end nor delay the loop.
+    called from one thread of its own, once a step with all of the step's deltas, in order (less often when it is
+    slow, twice when an abort comes in); it can neither end nor delay the loop.
     """
 
     def __init__(

@@ -56,6 +56,7 @@ class ScriptedSource:
                     raise self.fail_with
                 if number == self.pause_after:
                     await self.resume.wait()
+                await asyncio.sleep(0)  # as between two steps of an engine
                 if delta.choice in open_choices:
                     if delta.finish_reason is not None:
                         open_choices.discard(delta.choice)

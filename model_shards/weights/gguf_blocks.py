@@ -17,7 +17,7 @@ def decode_blocks(
 ) -> Tensor:  # [rows, elements], float32 unless the type is a plain one
     if block_type in _PLAIN:
         return raw.contiguous().view(_PLAIN[block_type])
-    blocks = raw.view(raw.shape[0], -1, block_bytes)
+    blocks = raw.view(raw.shape[0], raw.shape[1] // block_bytes, block_bytes)
     match block_type:
         case "Q4_0":
             return _nibbles(blocks[..., 2:]).sub_(8).mul_(_halves(blocks, 0)).flatten(1)

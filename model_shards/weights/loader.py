@@ -69,10 +69,10 @@ def fill(
 ) -> None:
     """Give every parameter its memory and its values. Raises `CheckpointError` if one is left without."""
     layout = model.layout
-    checkpoint.check([piece.tensor for parameter in layout.values() for piece in parameter.pieces])
     unnamed = {name for name, _ in model.named_parameters()} - layout.keys()
     if unnamed:
         raise CheckpointError(f"rank {rank}: nothing fills the parameters {sorted(unnamed)}")
+    checkpoint.check([piece.tensor for parameter in layout.values() for piece in parameter.pieces])
     total = sum(parameter.local_size(rank) for parameter in layout.values()) * dtype.itemsize
     done = 0
     for name, parameter in layout.items():

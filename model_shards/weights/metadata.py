@@ -89,7 +89,7 @@ def gguf_spec(header: GgufHeader) -> ModelSpec:
         raise UnsupportedModel(f"{path}: general.architecture is {name!r}; we run {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
-    for key in own.keys() & {"attention.head_count", "feed_forward_length"}:
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if header.has_array(prefix + key):
             raise UnsupportedModel(f"{path}: {prefix}{key} differs between layers")
     fields = _Fields(path, own)

@@ -1,0 +1,209 @@
+"""What a config or a GGUF header says becomes a spec; what we do not run is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from model_shards.errors import CheckpointError, UnsupportedModel
+from model_shards.spec import ModelSpec
+from model_shards.weights.metadata import read_spec
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def spec_of(folder: Path, config: dict[str, Any] | None = None, **overrides: Any) -> ModelSpec:
+    merged = {**LLAMA, **(config or {}), **overrides}
+    text = json.dumps({key: value for key, value in merged.items() if value is not ...})
+    (folder / "config.json").write_text(text)
+    return read_spec(folder)
+
+
+def test_a_llama_config(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, rope_theta=500_000.0) == ModelSpec(
+        architecture="llama",
+        vocab_size=1000,
+        hidden_size=96,
+        num_layers=2,
+        num_query_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=160,
+        max_positions=512,
+        norm_epsilon=1e-5,
+        rope_theta=500_000.0,
+        tied_embeddings=False,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_families_differ_in_flags(tmp_path: Path) -> None:
+    qwen2 = spec_of(tmp_path, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True)
+    assert (qwen2.architecture, qwen2.tied_embeddings) == ("qwen2", True)
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    qwen3 = spec_of(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=32)
+    assert (qwen3.query_key_norm, qwen3.qkv_bias, qwen3.head_dim) == (True, False, 32)
+    biased = spec_of(tmp_path, attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    by_type = spec_of(tmp_path, architectures=..., model_type="mistral", sliding_window=None)
+    assert by_type.architecture == "mistral"
+
+
+def test_absent_keys_have_the_defaults_of_the_format(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, num_key_value_heads=..., eos_token_id=..., bos_token_id=None)
+    assert (spec.num_kv_heads, spec.rope_theta, spec.eos_token_ids, spec.bos_token_id) == (6, 10_000.0, (), None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        {"rope_theta": 7.0, "rope_scaling": None},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_rope_theta_old_and_new(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    assert spec_of(tmp_path, overrides).rope_theta == 7.0
+
+
+def test_generation_config_has_the_first_word_on_the_end(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert spec_of(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert spec_of(tmp_path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "'GemmaForCausalLM' is not supported; we run Llama",
+        ),
+        ({"architectures": ..., "model_type": "t5"}, "architecture 't5'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = {'quant_method': 'awq'}"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window = 128"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window = 128"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"num_attention_heads": 5}, "5 query heads do not divide over 2 KV heads"),
+        ({"head_dim": 15}, "head_dim is 15"),
+    ],
+)
+def test_what_we_do_not_run_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message.replace("{", r"\{")):
+        spec_of(tmp_path, overrides)
+
+
+def test_a_window_as_wide_as_the_context_changes_nothing(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512).architecture == "mistral"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', not an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, not an integer"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not a number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id is"),
+    ],
+)
+def test_a_config_of_wrong_types_is_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_of(tmp_path, overrides)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        read_spec(tmp_path)
+
+
+def write_header(path: Path, architecture: str = "llama", tensors: tuple[str, ...] = (), **fields: Any) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    own = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 8,
+        "feed_forward_length": 16,
+        "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        **fields,
+    }
+    for key, value in own.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](f"{architecture}.{key}", value)  # type: ignore[operator]
+    writer.add_eos_token_id(3)
+    writer.add_eot_token_id(4)
+    for name in ("token_embd.weight", *tensors):
+        writer.add_tensor(name, torch.zeros(11, 8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_header(tmp_path: Path) -> None:
+    spec = read_spec(write_header(tmp_path / "m.gguf"))
+    assert (spec.vocab_size, spec.head_dim, spec.num_kv_heads, spec.rope_theta) == (11, 4, 2, 10_000.0)
+    assert (spec.tied_embeddings, spec.eos_token_ids, spec.bos_token_id) == (True, (3, 4), None)
+    assert not read_spec(write_header(tmp_path / "untied.gguf", tensors=("output.weight",))).tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "fields", "message"),
+    [
+        ("gemma", (), {}, "general.architecture is 'gemma'; we run llama"),
+        ("llama", (), {"rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn'"),
+        ("llama", (), {"expert_count": 8}, "expert_count = 8"),
+        ("llama", ("rope_freqs.weight",), {}, "rope_freqs.weight"),
+        ("llama", (), {"rope.dimension_count": 2}, "rope.dimension_count differs from the head size 4"),
+        ("qwen2", (), {"attention.sliding_window": 16}, "qwen2.attention.sliding_window"),
+        ("llama", (), {"feed_forward_length": [16, 32]}, "llama.feed_forward_length differs between layers"),
+    ],
+)
+def test_gguf_settings_that_we_do_not_run_are_refused(
+    tmp_path: Path, architecture: str, tensors: tuple[str, ...], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_spec(write_header(tmp_path / "m.gguf", architecture, tensors, **fields))
+
+
+def test_a_gguf_field_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_conut"))
+    with pytest.raises(CheckpointError, match="block_count is missing"):
+        read_spec(path)

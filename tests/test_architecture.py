@@ -75,6 +75,11 @@ def functions_in(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the signature: a command of the command line has an option a line there."""
+    return (function.end_lineno or 0) - function.body[0].lineno + 1
+
+
 def imported_in(path: Path) -> Iterator[str]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -145,7 +150,7 @@ def test_functions_do_one_thing() -> None:
         f"{shown(path)}:{function.name}": length
         for path in SOURCES
         for function in functions_in(path)
-        if (length := (function.end_lineno or 0) - function.lineno + 1) > LONGEST_FUNCTION
+        if (length := body_lines(function)) > LONGEST_FUNCTION
     }
     assert {place: lines for place, lines in long.items() if place not in LONGER_FOR_A_REASON} == {}
 

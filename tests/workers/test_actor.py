@@ -1,3 +1,5 @@
+"""The Ray actor around a worker: loaded without torch, answering while it runs, known to have died."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""Step channel: order, incarnations, deadlines and what is left behind, over ipc and over tcp with CURVE."""
+
 import os
 import stat
 import threading

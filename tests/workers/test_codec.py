@@ -1,3 +1,5 @@
+"""The wire format: every message comes back equal, and whatever is not one of ours is refused by name."""
+
 import struct
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Files that belong to a process: private, named for their owner, reclaimed once it is dead."""
+
 import os
 import stat
 from multiprocessing.connection import Connection

@@ -1,3 +1,5 @@
+"""Choosing a transport and forming the group: the same sums over each, and no wait without an end."""
+
 import logging
 import socket
 import time

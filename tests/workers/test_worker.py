@@ -1,3 +1,5 @@
+"""A rank's life: load, run, report, stop, and the next incarnation; most of it with two real processes."""
+
 import os
 import signal
 import threading
@@ -309,8 +311,8 @@ def test_code_differs_by_version_anywhere_and_by_path_on_one_node() -> None:
     assert mine.difference(mine, same_node=True) is None
     newer = replace(mine, version="1.1")
     assert "1.1" in str(mine.difference(newer, same_node=False))
-    shadowed = replace(mine, files=(("workers", "/home/me/workers/__init__.py"),))
+    shadowed = replace(mine, files=(("workers", "/elsewhere/workers/__init__.py"),))
     assert mine.difference(shadowed, same_node=False) is None
     message = str(mine.difference(shadowed, same_node=True))
-    assert "/home/me/workers/__init__.py" in message
+    assert "/elsewhere/workers/__init__.py" in message
     assert "shadows" in message

@@ -39,6 +39,8 @@ class ChoiceText:
         """
         if self.finished:
             return None
+        if delta.finish_reason is None and not self._has_stop_strings:
+            return TextDelta(self._index, self._detokenizer.push(delta.token_ids), delta.token_ids)
         _raise_if_given_up(delta)
         shown = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
         pieces = []

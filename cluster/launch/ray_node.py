@@ -31,6 +31,7 @@ def ray_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / _TOKEN_FILE),
         "RAY_USAGE_STATS_ENABLED": current.get("RAY_USAGE_STATS_ENABLED", "0"),
+        "RAY_worker_niceness": current.get("RAY_worker_niceness", "0"),  # Ray's 15 starves ranks on a busy machine
         "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what daemons say belongs into the log files, not between our lines
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",

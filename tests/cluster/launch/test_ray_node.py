@@ -22,6 +22,12 @@ def test_usage_reports_are_off_unless_asked_for() -> None:
     assert asked["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
+def test_ranks_are_not_nice_unless_asked_to_be() -> None:
+    assert ray_environment(_FOLDER, "serve", {}, stats_port=1, metrics_port=2)["RAY_worker_niceness"] == "0"
+    asked = ray_environment(_FOLDER, "serve", {"RAY_worker_niceness": "5"}, stats_port=1, metrics_port=2)
+    assert asked["RAY_worker_niceness"] == "5"
+
+
 def test_haproxy_keeps_everything_in_the_folder() -> None:
     settings = ray_environment(_FOLDER, "haproxy", {}, stats_port=8501, metrics_port=8502)
     assert settings["RAY_SERVE_ENABLE_HA_PROXY"] == settings["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"

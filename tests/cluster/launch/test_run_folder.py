@@ -77,7 +77,7 @@ def test_other_folders_are_not_touched(tmp_path: Path) -> None:
     ("temporary", "chosen"), [("/tmp", "/tmp"), ("/var/tmp", "/var/tmp"), (f"/{'x' * 40}", "/tmp")]
 )
 def test_socket_paths_stay_short(temporary: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder.tempfile, "gettempdir", lambda: temporary)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: temporary)
     assert str(default_parent()) == chosen
     session = "session_2026-11-30_06-14-12_965158_4194304/sockets/plasma_store"
     assert len(f"{default_parent()}/shardserve-run-12345678/{session}") <= 107

@@ -90,14 +90,14 @@ class SharedMemoryGroup:
         return group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum in rank order, in place where `tensor` is contiguous; 16-bit floats in float32, rounded once."""
-        result = tensor if tensor.is_contiguous() else tensor.contiguous()
+        """Sum in rank order, in place unless `tensor` has gaps; 16-bit floats in float32, rounded once."""
+        result = tensor.contiguous()
         for piece in self._pieces(result):
             _sum(self._exchange(piece, _ALL_REDUCE), piece)
         return result
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        source = tensor if tensor.is_contiguous() else tensor.contiguous()
+        source = tensor.contiguous()
         if 0 < source.nbytes <= SLOT_BYTES:
             return torch.stack(self._exchange(source, _ALL_GATHER))
         result = source.new_empty((self.size, source.numel()))
@@ -110,7 +110,7 @@ class SharedMemoryGroup:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0 does not wait for its peers here, only before it writes the same slot again."""
-        source = tensor if tensor.is_contiguous() else tensor.contiguous()
+        source = tensor.contiguous()
         if self.rank == 0:
             for piece in self._pieces(source):
                 self._send(piece)

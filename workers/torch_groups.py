@@ -85,7 +85,7 @@ class GlooGroup:
         self._store = store
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        result = tensor if tensor.is_contiguous() else tensor.contiguous()
+        result = tensor.contiguous()
         for piece in torch.split(result.view(-1), _PIECE_BYTES // tensor.element_size()):
             parts = self._gather(piece, "all_reduce")
             piece.copy_(sum_in_order(parts))

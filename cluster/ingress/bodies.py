@@ -31,12 +31,17 @@ def _only(*off: Any) -> AfterValidator:
     """For a parameter that is not supported yet: null and the values that turn it off pass."""
 
     def check(value: Any) -> Any:
-        if value is not None and value not in off:
+        if value is not None and not any(_same(value, choice) for choice in off):
             instead = "".join(f" or send {json.dumps(choice)}" for choice in off[:1])
             raise ValueError(f"is not supported yet: leave it out{instead}")
         return value
 
     return AfterValidator(check)
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """Equal as JSON has it, where false is not 0."""
+    return isinstance(value, bool) == isinstance(choice, bool) and bool(value == choice)
 
 
 def _stop_strings(value: Any) -> Any:

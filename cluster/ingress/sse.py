@@ -6,8 +6,10 @@ Nothing is sent before every prompt has its first token, so that a refusal has i
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -72,9 +74,20 @@ class Answer(Response):
         return JSONResponse(body, headers={"x-request-id": self._identity.answer_id})
 
     async def _send_events(self, feed: Feed, send: Send) -> None:
-        renderer = ChunkRenderer(self._identity, include_usage=self._include_usage)
         request_id = (b"x-request-id", self._identity.answer_id.encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+        start = {"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]}
+        try:
+            await send(start)
+            async with aclosing(self._events(feed)) as pieces:
+                async for events in pieces:
+                    await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            raise ClientDisconnect from None  # how some servers tell that the client has gone
+
+    async def _events(self, feed: Feed) -> AsyncGenerator[str, None]:
+        """The events of the answer, in pieces to be sent at once. The first has the roles and the first tokens."""
+        renderer = ChunkRenderer(self._identity, include_usage=self._include_usage)
         events = renderer.opening(sum(request.sampling.n for request in self._requests))
         billed = 0
         try:
@@ -83,23 +96,18 @@ class Answer(Response):
                     events += renderer.delta(choice, delta)
                     billed += len(delta.token_ids)
                 if events:
-                    await _send_body(send, events)
+                    yield events
                     events = ""
-            if self._include_usage:
-                events += renderer.usage(Usage(self._prompt_tokens(), billed))
-            events += DONE
         except Exception as error:
             if not isinstance(error, ShardserveError):
                 _log.exception("%s failed in the middle of its stream", self._identity.answer_id)
-            events += error_event(api_error(error).body())
-        await _send_body(send, events, more=False)
+            yield events + error_event(api_error(error).body())
+            return
+        usage = renderer.usage(Usage(self._prompt_tokens(), billed)) if self._include_usage else ""
+        yield events + usage + DONE
 
     def _prompt_tokens(self) -> int:
         return sum(len(request.prompt_token_ids) for request in self._requests)
-
-
-async def _send_body(send: Send, events: str, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": events.encode(), "more_body": more})
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[None, None, None]) -> None:

@@ -73,6 +73,7 @@ class Exchange:
         self.headers: dict[str, str] = {}
         self.chunks: list[str] = []
         self.ended = False
+        self.break_after: int | None = None  # chunks; then sending fails
         self.reading = asyncio.Event()
         self.reading.set()
         self._gone = asyncio.Event()
@@ -121,6 +122,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        elif len(self.chunks) == self.break_after:
+            raise BrokenPipeError
         else:
             self.chunks.append(message.get("body", b"").decode())
             self.ended = not message.get("more_body", False)

@@ -121,6 +121,15 @@ async def test_a_cancelled_handler_aborts(stream: bool) -> None:
     assert len(source.aborted) == 1
 
 
+async def test_a_server_that_tells_of_a_gone_client_by_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    source = ScriptedSource()
+    exchange = Exchange(app_over(source), COMPLETIONS, completion(stream=True, max_tokens=100))
+    exchange.break_after = 5
+    await exchange.finish()
+    assert len(source.aborted) == 1
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("stop", [["klmnop"], ["lm", "zzz"], ["aab"], []])
 async def test_stop_strings_streamed_and_whole(stop: list[str]) -> None:
     client = http(app_over(ScriptedSource()))

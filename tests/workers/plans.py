@@ -14,6 +14,7 @@ from workers.protocol import (
     StepPlan,
     StepResult,
 )
+from workers.runner import Runner
 
 GREEDY = SamplingSettings(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0)
 
@@ -69,6 +70,16 @@ class PlanMaker:
         self._ended: list[SequenceId] = []
         self._step = 0
 
+    @classmethod
+    def of_copies(
+        cls, jobs: Mapping[int, Job], config: WorkerConfig, num_blocks: int, *, seed: int = 0
+    ) -> "PlanMaker":
+        """For fresh copies of `jobs`, which stay as they are."""
+        copies = {
+            number: Job(list(job.token_ids), job.num_tokens, sampling=job.sampling) for number, job in jobs.items()
+        }
+        return cls(copies, config, num_blocks, seed=seed)
+
     def plan(self, chunk: Callable[[], int]) -> StepPlan | None:
         """The next step in random order, at most `chunk()` tokens for each job; None when all have finished."""
         running = [number for number, job in self.jobs.items() if not job.finished]
@@ -123,6 +134,21 @@ class PlanMaker:
         blocks = tuple(self._free.pop() for _ in range(missing))
         job.blocks.extend(blocks)
         return blocks
+
+
+def run_to_the_end(
+    runner: Runner,
+    maker: PlanMaker,
+    *,
+    chunk: Callable[[], int] = lambda: 10_000,
+    after_step: Callable[[StepResult], None] = lambda _: None,
+) -> dict[int, list[int]]:
+    """Execute plans until every job has finished; the tokens that each has generated."""
+    while (plan := maker.plan(chunk)) is not None:
+        result = runner.execute(plan)
+        maker.record(result)
+        after_step(result)
+    return {number: job.generated for number, job in maker.jobs.items()}
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> list[list[int]]:

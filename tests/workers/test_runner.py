@@ -16,7 +16,7 @@ from model_shards.model import AttentionContext, ShardedModel
 from model_shards.weights.loader import load_model
 from tests.fakes.checkpoints import write_counter_model, write_tiny_llama
 from tests.fakes.thread_group import ThreadGroup, run_ranks
-from tests.workers.plans import GREEDY, Job, PlanMaker, random_prompts, worker_config
+from tests.workers.plans import GREEDY, Job, PlanMaker, random_prompts, run_to_the_end, worker_config
 from workers.errors import GroupBroken, ProtocolError
 from workers.process_group import TimedGroup
 from workers.protocol import KnownSequence, NewSequence, SamplingSettings, SequenceId, StepPlan, StepResult
@@ -77,23 +77,17 @@ def generate(
 ) -> Outcome:
     """Run fresh copies of `jobs` together to their ends on one rank."""
     config = worker_config(block_size=block_size, tensor_parallel_size=group.size, **settings)
-    runner = Runner(model, group, config, num_blocks=512)
-    copies = {
-        number: Job(list(job.token_ids), job.num_tokens, sampling=job.sampling) for number, job in jobs.items()
-    }
-    maker = PlanMaker(copies, config, 512, seed=seed)
+    maker = PlanMaker.of_copies(jobs, config, num_blocks=512, seed=seed)
     rows: dict[int, list[Tensor]] = {number: [] for number in jobs}
-    while (plan := maker.plan(chunk)) is not None:
-        result = runner.execute(plan)
-        if result.outputs:
-            for row, output in enumerate(result.outputs):
-                rows[output.sequence_id].append(model.logits[-1][row])
-        maker.record(result)
+
+    def after_step(result: StepResult) -> None:
+        for row, output in enumerate(result.outputs):
+            rows[output.sequence_id].append(model.logits[-1][row])
         preempt(maker)
-    return Outcome(
-        {number: job.generated for number, job in copies.items()},
-        {number: torch.stack(found) for number, found in rows.items()},
-    )
+
+    runner = Runner(model, group, config, num_blocks=512)
+    tokens = run_to_the_end(runner, maker, chunk=chunk, after_step=after_step)
+    return Outcome(tokens, {number: torch.stack(found) for number, found in rows.items()})
 
 
 def greedy_jobs(lengths: Sequence[int] = LENGTHS, num_tokens: int = TOKENS) -> dict[int, Job]:

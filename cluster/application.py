@@ -95,6 +95,14 @@ class IngressReplica:
         """Called by Serve once the replica has drained."""
         await self._connection.close()
 
+    async def drain(self, deadline_s: float) -> bool:
+        """Readiness off, nothing new, and wait for what runs. False when the deadline came first.
+
+        For whoever is about to delete the application: from then on Serve routes no heartbeat to the driver, the
+        lease runs out, and what still runs is cut.
+        """
+        return await self._connection.drain(deadline_s)
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         request = await self._completer.prepare(_new_id(), prompt, sampling)
         return await self._completer.complete(request)

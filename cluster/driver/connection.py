@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 SUBMIT_DEADLINE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
+_DRAIN_POLL_S = 0.05
 
 
 class _Inbox:
@@ -84,11 +85,12 @@ class DriverConnection:
         self._lease_lost = asyncio.Event()
         self._status: DriverStatus | None = None
         self._cause = "the driver is starting"
+        self._draining = False
 
     @property
     def unavailable_because(self) -> str | None:
         """Why no token can be made now; None when one can."""
-        if self._lease_id is None:
+        if self._draining or self._lease_id is None:
             return self._cause
         return self._status.failure if self._status is not None else None
 
@@ -107,6 +109,15 @@ class DriverConnection:
         except TimeoutError:
             raise Unavailable(f"no driver within {deadline_s:g} s: {self._cause}") from None
 
+    async def drain(self, deadline_s: float) -> bool:
+        """Refuse what is new. True once nothing runs any more, False when the deadline came first."""
+        self._draining = True
+        self._cause = "the service is shutting down"
+        deadline = time.monotonic() + deadline_s
+        while self._inboxes and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._inboxes
+
     async def close(self) -> None:
         """End the subscription; open requests fail. Idempotent."""
         tasks = [*self._loops, *self._background]
@@ -118,7 +129,7 @@ class DriverConnection:
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """See `TokenSource.stream`."""
-        if self._lease_id is None:
+        if self._draining or self._lease_id is None:
             raise Unavailable(self._cause)
         inbox = _Inbox(request.sampling.n)
         self._inboxes[request.request_id] = inbox

@@ -32,7 +32,7 @@ APPLICATION = "shardserve"
 AUTO_PROXY: ray_node.Proxy = "serve"
 _DAEMONS = ("gcs_server", "raylet")
 _RAY_GRACE_S = 3.0  # Ray's daemons end within two seconds of a shutdown
-_DRAIN_MARGIN_S = 10.0  # for Serve to take replicas away once their streams have ended
+_DELETE_DEADLINE_S = 30.0  # for Serve to end replicas, which end their ranks
 _FIRST_TOKEN_DEADLINE_S = 120.0
 
 
@@ -67,6 +67,7 @@ class Launch:
         self._is_connected = False
         self._owns_serve = False
         self._is_deployed = False
+        self._is_running = False
         self._daemons: list[int] = []
 
     def start(self, *, after_ray: Callable[[], None] = lambda: None) -> None:
@@ -87,6 +88,7 @@ class Launch:
         path = self._found_model(search)
         with self._progress.part("model loaded"):
             self._deploy(path)
+        self._is_running = True
         with self._progress.part("first token"):
             make_a_token(self.options.url, self.config.model_name, deadline_s=_FIRST_TOKEN_DEADLINE_S)
 
@@ -171,14 +173,15 @@ class Launch:
                     _log.warning("had to kill %s", ", ".join(killed))
 
     def _stop_serve(self) -> None:
-        if self._is_deployed:
-            self._is_deployed = False
-            deadline_s = self.config.drain_deadline_s + _DRAIN_MARGIN_S
-            if not serving.drain_and_delete(APPLICATION, deadline_s=deadline_s):
-                _log.warning("streams still ran after %g s and were cut", deadline_s)
-        if self._owns_serve:
-            self._owns_serve = False
+        if self._is_running and not serving.drain(APPLICATION, deadline_s=self.config.drain_deadline_s):
+            _log.warning("some requests had not finished after %g s and are cut", self.config.drain_deadline_s)
+        self._is_running = False
+        if self._is_deployed and not serving.delete(APPLICATION, deadline_s=_DELETE_DEADLINE_S):
+            _log.warning("Serve has not taken the application away within %g s", _DELETE_DEADLINE_S)
+        self._is_deployed = False
+        if self._owns_serve and not self.options.owns_ray:  # a Ray of our own takes Serve with it
             serving.stop_serve()
+        self._owns_serve = False
 
     def end_hard(self) -> None:
         """Kill what was started, remove the folder and end this process now."""

@@ -12,6 +12,7 @@ from cluster.errors import StartupFailed
 from cluster.launch import start_log
 
 _POLL_S = 0.2
+_ANSWER_S = 5.0  # for a replica to answer at all
 _FAILED = ("UNHEALTHY", "DEPLOY_FAILED")  # of applications and of deployments
 # `module.Error: message`, the last line of a traceback inside a status message of Serve.
 _CAUSE = re.compile(r"(?:(?:\w+\.)+(?P<kind>[A-Z]\w*)|(?P<bare>[A-Z]\w*(?:Error|Exception))): (?P<text>.+)")
@@ -140,8 +141,21 @@ def cause_of(message: str) -> str:
     return lines[-1] if lines else ""
 
 
-def drain_and_delete(name: str, *, deadline_s: float) -> bool:
-    """Take the application away; its replicas let running streams finish first. False when the deadline passed."""
+def drain(name: str, *, deadline_s: float) -> bool:
+    """Let what runs finish and nothing new begin. False when the deadline passed, or nobody answered."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        answer = serve.get_app_handle(name).drain.remote(deadline_s)
+        return bool(answer.result(timeout_s=deadline_s + _ANSWER_S))
+    except (RayError, RayServeException, TimeoutError):
+        return False
+
+
+def delete(name: str, *, deadline_s: float) -> bool:
+    """Take the application away. False when it was still there at the deadline."""
     from ray import serve
 
     serve.delete(name, _blocking=False)

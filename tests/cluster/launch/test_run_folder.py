@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import run_folder
 from cluster.launch.run_folder import RunFolder, default_parent, reclaim_abandoned
 
 # Takes a folder, starts a process that writes there, says both and waits.

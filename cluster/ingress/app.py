@@ -4,6 +4,7 @@ Knows OpenAI's endpoints and a `Completer`; knows nothing of Ray, drivers or tok
 has OpenAI's error shape, unknown routes included.
 """
 
+import asyncio
 import logging
 import time
 import uuid
@@ -124,9 +125,11 @@ class _Endpoints:
             self._check_model(body.model)
         encoder = self._completer.encoder
         if body.messages is not None:
-            ids = encoder.encode_chat([message.for_template() for message in body.messages])
+            messages = [message.for_template() for message in body.messages]
+            ids = await asyncio.to_thread(encoder.encode_chat, messages)
         else:
-            ids = encoder.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            prompt, add = body.prompt or "", body.add_special_tokens
+            ids = await asyncio.to_thread(encoder.encode, prompt, add_special_tokens=add)
         return JSONResponse({"count": len(ids), "max_model_len": encoder.max_model_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -134,7 +137,7 @@ class _Endpoints:
         if body.model is not None:
             self._check_model(body.model)
         ids = self._completer.encoder.encode(body.tokens, "tokens") if body.tokens else ()
-        return JSONResponse({"prompt": self._completer.tokenizer.decode(ids)})
+        return JSONResponse({"prompt": await asyncio.to_thread(self._completer.tokenizer.decode, ids)})
 
     async def health(self) -> Response:
         """200 only when a token can be made."""

@@ -105,7 +105,8 @@ class DriverConnection:
     async def wait_connected(self, deadline_s: float) -> None:
         """Raises `Unavailable` when there is no driver by the deadline."""
         try:
-            await asyncio.wait_for(self._connected.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._connected.wait()
         except TimeoutError:
             raise Unavailable(f"no driver within {deadline_s:g} s: {self._cause}") from None
 
@@ -136,7 +137,9 @@ class DriverConnection:
         submission = asyncio.ensure_future(self._driver.submit(self._subscriber_id, request))
         try:
             try:
-                await asyncio.wait_for(asyncio.shield(submission), SUBMIT_DEADLINE_S)
+                # Not `wait_for`: before Python 3.12 it forgets a cancellation that comes with the answer.
+                async with asyncio.timeout(SUBMIT_DEADLINE_S):
+                    await asyncio.shield(submission)
             except TimeoutError:
                 raise Unavailable(f"the driver did not take the request within {SUBMIT_DEADLINE_S:g} s") from None
             async for delta in inbox.deltas():
@@ -211,7 +214,8 @@ class DriverConnection:
                 last_renewed = time.monotonic()
                 continue
             with suppress(ShardserveError, TimeoutError):
-                status = await asyncio.wait_for(self._driver.heartbeat(self._subscriber_id), LEASE_S)
+                async with asyncio.timeout(LEASE_S):
+                    status = await self._driver.heartbeat(self._subscriber_id)
                 self._status = status
                 if status.lease:
                     last_renewed = time.monotonic()

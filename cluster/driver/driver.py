@@ -136,7 +136,8 @@ class Driver:
         self._subscriptions.close(failure)
         await asyncio.sleep(_FAREWELL_S)
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._engine.stop), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await asyncio.to_thread(self._engine.stop)
         finally:
             self._exit_process(EXIT_CODE)
 

@@ -72,7 +72,8 @@ class Subscriptions:
                 return
             outbox.changed.clear()
             try:
-                await asyncio.wait_for(outbox.changed.wait(), ROTATION_S)
+                async with asyncio.timeout(ROTATION_S):
+                    await outbox.changed.wait()
             except TimeoutError:
                 if not outbox.open_choices and not outbox.pending:
                     yield Closed()

@@ -21,6 +21,7 @@ class Switchboard:
         self.driver: Driver | None = driver
         self.lost = asyncio.Event()
         self.deaf = False
+        self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
         self.aborts: list[tuple[str, int | None]] = []
 
     def lose(self) -> None:
@@ -47,6 +48,8 @@ class Switchboard:
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         await self._here().submit(subscriber_id, request)
+        if self.answer is not None:
+            await self.answer
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
         self.aborts.append((request_id, choice))
@@ -148,6 +151,21 @@ async def test_a_cancelled_reader_aborts_its_request(connect: Connect) -> None:
     await eventually(lambda: engine.stats().finished.get(FinishReason.ABORT) == 1)
 
 
+async def test_a_cancellation_that_comes_with_the_drivers_answer_is_not_lost(connect: Connect) -> None:
+    connection, switchboard = await connect(step_time_s=0.002)
+    switchboard.answer = asyncio.get_running_loop().create_future()
+    reader = asyncio.create_task(tokens(connection.stream(count_from(1, 400, "left"))))
+    await asyncio.sleep(0.01)
+
+    switchboard.answer.set_result(None)
+    await asyncio.sleep(0)  # the submission ends, and its waiter is about to be told
+    reader.cancel()
+
+    await asyncio.wait((reader,), timeout=0.2)
+    assert reader.cancelled()
+    await eventually(lambda: ("left", None) in switchboard.aborts)
+
+
 async def test_finishing_one_choice_leaves_the_others(connect: Connect) -> None:
     connection, switchboard = await connect(step_time_s=0.002)
     seen: dict[int, list[int]] = {0: [], 1: []}
@@ -200,7 +218,8 @@ async def test_a_drivers_death_fails_what_is_open_and_its_successor_is_found(con
         await tokens(stream)
     with pytest.raises(Unavailable):
         await anext(connection.stream(count_from(1, 5)))
-    assert connection.unavailable_because is not None
+    cause = connection.unavailable_because
+    assert cause is not None
 
     rig = DriverRig()
     successor = await rig.start()

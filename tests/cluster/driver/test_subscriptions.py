@@ -129,7 +129,7 @@ async def test_deltas_wait_between_two_streams(rig: Rig) -> None:
     first = rig.subscriptions.stream("ingress")
     await anext(first)
     rig.subscriptions.own("ingress", "a", 1)
-    await first.aclose()
+    await first.aclose()  # type: ignore[attr-defined]
 
     rig.subscriptions.publish([token("a", 1)])
 

@@ -150,7 +150,7 @@ class Launch:
     @property
     def logs(self) -> Path | None:
         """Where the processes of this launch log, while it lives; None on a Ray of someone else."""
-        return None if self._folder is None else self._folder.path / "session_latest" / "logs"
+        return None if self._folder is None else ray_node.logs_in(self._folder.path)
 
     def failure(self) -> str | None:
         """Why this launch can serve no longer, as far as this process sees it; None while it can."""

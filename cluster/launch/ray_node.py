@@ -17,6 +17,7 @@ Proxy = Literal["serve", "haproxy"]
 
 _OBJECT_STORE_BYTES = 150 * 2**20  # tokens do not pass through the object store: Serve's own few objects do
 _TOKEN_FILE = "ray_auth_token"
+_RAY_FOLDER = "ray"  # Ray opens its own folder to everybody; the one around it is ours alone
 
 
 def ray_environment(
@@ -77,11 +78,16 @@ def start_ray(folder: Path, *, ranks: int) -> str:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.WARNING,
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / _RAY_FOLDER),
         )
     except (RuntimeError, OSError, ValueError) as error:
         raise StartupFailed(f"Ray does not start: {_first_line(error)}") from error
     return str(context.address_info["gcs_address"])
+
+
+def logs_in(folder: Path) -> Path:
+    """Where the processes of a Ray started in `folder` log."""
+    return folder / _RAY_FOLDER / "session_latest" / "logs"
 
 
 def connect_ray(address: str, proxy: Proxy | None) -> str:

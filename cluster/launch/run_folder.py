@@ -20,8 +20,10 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "shardserve-run-"
 _OWNER = "launcher"
-# Socket paths are short: Ray appends up to 63 characters and may reach 107, HAProxy 59 and 97; our name has 25.
+# Socket paths are short: Ray appends up to 67 characters and may reach 107, HAProxy 59 and 97; our name has 25.
 _LONGEST_PARENT = 13
+# What ranks and drivers name elsewhere (workers.segment, workers.channel): left behind only when they are killed.
+_ELSEWHERE = ((Path("/dev/shm"), "group"), (Path(tempfile.gettempdir()), "steps"))
 _YOUNG_S = 60.0  # a folder this young without an owner may be one that is being made
 
 
@@ -42,6 +44,7 @@ class RunFolder:
         """End what writes there, remove the folder, and name the processes that had to be killed. Idempotent."""
         killed = end_processes(self.path, grace_s=grace_s) if self.path.exists() else []
         _remove(self.path)
+        _reclaim_elsewhere()
         self._owner.close()
         return killed
 
@@ -60,6 +63,7 @@ def reclaim_abandoned(parent: Path | None = None) -> list[Path]:
             continue
         killed = end_processes(path, grace_s=0)
         _remove(path)
+        _reclaim_elsewhere()
         reclaimed.append(path)
         _log.info("removed %s of a launcher that is gone, and ended %s", path, ", ".join(killed) or "no process")
     return reclaimed
@@ -76,6 +80,11 @@ def _is_abandoned(path: Path) -> bool:
     except OSError:
         return False
     return not has_owner and time.time() - state.st_mtime > _YOUNG_S
+
+
+def _reclaim_elsewhere() -> None:
+    for parent, kind in _ELSEWHERE:
+        reclaim(parent, kind)
 
 
 def _remove(path: Path) -> None:

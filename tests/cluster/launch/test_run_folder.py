@@ -79,4 +79,4 @@ def test_socket_paths_stay_short(temporary: str, chosen: str, monkeypatch: pytes
     monkeypatch.setattr("tempfile.gettempdir", lambda: temporary)
     assert str(default_parent()) == chosen
     session = "session_2026-11-30_06-14-12_965158_4194304/sockets/plasma_store"
-    assert len(f"{default_parent()}/shardserve-run-12345678/{session}") <= 107
+    assert len(f"{default_parent()}/shardserve-run-12345678/ray/{session}") <= 107

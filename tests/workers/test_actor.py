@@ -54,7 +54,8 @@ def test_two_actors_count_answer_while_they_run_and_are_known_to_have_died(
         max_num_seqs=4,
         max_num_batched_tokens=16,
     )
-    actors = [WorkerActor.options(num_cpus=1).remote(rank, config) for rank in range(2)]
+    actor_class: Any = WorkerActor  # `ray.remote` is not annotated
+    actors = [actor_class.options(num_cpus=1).remote(rank, config) for rank in range(2)]
     identities = call_all(actors, "identify")
     mine = CodeIdentity.of_this_process()
     assert [mine.difference(identity.code, same_node=True) for identity in identities] == [None, None]

@@ -208,8 +208,9 @@ def test_over_the_network_a_rank_gets_its_plans_and_nobody_else_does(who: str) -
     assert [worker.receive(LATEST_S) for worker in workers] == [plan(0)] * 2
     with pytest.raises(ChannelTimeout):
         stranger.receive(SOON_S)
-    for channel in (stranger, *workers, driver):
-        channel.close()
+    for worker in (stranger, *workers):
+        worker.close()
+    driver.close()
 
 
 def test_a_stranger_cannot_send_results() -> None:

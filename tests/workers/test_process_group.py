@@ -45,7 +45,7 @@ def introduce(ranks: list[Rank]) -> str:
 
 def part(rank: int, dtype: torch.dtype = torch.float32, count: int = 1000) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return (torch.randn(count, generator=generator) * 10**rank).to(dtype)
+    return (torch.randn(count, generator=generator) * 10.0**rank).to(dtype)
 
 
 def use_twice(rank: int, connection: Connection, size: int, same_host: bool) -> None:
@@ -155,7 +155,7 @@ def test_no_room_for_shared_memory_falls_back_to_gloo(
     def refuse(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(process_group.Segment, "create", refuse)
+    monkeypatch.setattr("workers.process_group.Segment.create", refuse)
     rendezvous = open_group(2, "cpu", same_host=True, host="127.0.0.1", deadline_s=LONG_S)
     assert rendezvous.address.startswith("gloo:")
     assert "No space left" in caplog.text

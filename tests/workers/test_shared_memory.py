@@ -47,7 +47,7 @@ def in_threads(size: int, work: Work, step_deadline_s: float = LONG_S) -> list[o
 
 def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(shape, generator=generator) * 10**rank  # sums in another order have other bits
+    values = torch.randn(shape, generator=generator) * 10.0**rank  # sums in another order have other bits
     return values.to(dtype)
 
 

@@ -67,7 +67,7 @@ def next_plan(incarnation: int, step: int) -> StepPlan:
 def counted(driver: DriverChannel, incarnation: int, steps: int) -> list[int]:
     """The tokens that the counter model gives in `steps` steps, two plans in flight."""
     driver.send(first_plan(incarnation))
-    tokens = []
+    tokens: list[int] = []
     for step in range(1, steps + 1):
         if step < steps:
             driver.send(next_plan(incarnation, step))

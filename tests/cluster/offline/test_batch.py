@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _line(custom_id: Any, **changes: Any) -> dict[str, Any]:
     return {**line, **changes}
 
 
-def _write(path: Path, lines: list[dict[str, Any] | str]) -> Path:
+def _write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 

@@ -61,7 +61,7 @@ def attend(
         return torch.cat([getattr(streams[i], name)[slice(*spans[i])] for i in order])
 
     out = context.attend(layer, packed("query"), packed("key"), packed("value"))
-    parts = dict(zip(order, out.split([query.count for query in queries]), strict=True))
+    parts = dict(zip(order, torch.split(out, [query.count for query in queries]), strict=True))
     return [parts[i] for i in range(len(spans))]
 
 

@@ -27,7 +27,7 @@ def kept_by_transformers(logits: FloatRow, temperature: float, top_k: int, top_p
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
-    scores = processors(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(logits)[None].double())
+    scores = processors(torch.LongTensor([[0]]), torch.from_numpy(logits)[None].double())
     return scores[0].isfinite().nonzero().squeeze(1).tolist()
 
 

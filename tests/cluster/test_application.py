@@ -1,0 +1,38 @@
+"""What `build` deploys. Without Ray."""
+
+import inspect
+
+import pytest
+
+from cluster.application import DRIVER, INGRESS, build
+from cluster.config import ClusterConfig
+from cluster.errors import InvalidConfig
+
+SETTINGS = {"model": "somewhere", "device": "cpu", "tensor_parallel_size": "2", "drain_deadline_s": 30}
+
+
+def test_an_ingress_over_a_driver_that_has_a_bundle_a_rank() -> None:
+    ingress = build(SETTINGS)._bound_deployment
+    driver = ingress.init_args[1]._bound_deployment
+
+    assert (ingress.name, driver.name) == (INGRESS, DRIVER)
+    assert driver._replica_config.placement_group_bundles == [{"CPU": 1}, {"CPU": 1}]
+    for deployment in (ingress, driver):
+        assert deployment.ray_actor_options["num_cpus"] == 0
+        assert deployment._deployment_config.health_check_period_s == 2
+        assert deployment._deployment_config.graceful_shutdown_timeout_s > 30
+        assert deployment._deployment_config.max_ongoing_requests >= 10**6
+
+
+def test_settings_may_be_checked_already() -> None:
+    config = ClusterConfig.parse(SETTINGS)
+    assert build(config)._bound_deployment.init_args[0] == config
+
+
+def test_mistakes_are_all_named() -> None:
+    with pytest.raises(InvalidConfig, match=r"tensor_parallel_size: .*; tensor_parallel: Extra inputs"):
+        build({"model": "x", "tensor_parallel_size": 0, "tensor_parallel": 2})
+
+
+def test_serve_sees_a_builder_of_one_parameter() -> None:
+    assert len(inspect.signature(build).parameters) == 1

@@ -125,11 +125,6 @@ def reserve(bundles: Sequence[Bundle], deadline_s: float) -> PlacementGroup:
     raise StartupFailed(f"no place for the ranks within {deadline_s:g} s: {message}")
 
 
-def check_room(bundles: Sequence[Bundle], deadline_s: float) -> None:
-    """Find out whether the bundles can be had, by having them for a moment. Raises `StartupFailed`."""
-    remove_placement_group(reserve(bundles, deadline_s))
-
-
 def describe_demand(bundles: Sequence[Bundle], offers: Sequence[NodeOffer]) -> str:
     """Demand against supply, in one paragraph that names every node."""
     demand = f"{len(bundles)} bundles of {_amounts(bundles[0], bundles[0])} wanted"

@@ -56,7 +56,8 @@ def expected(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
     generated = reference.generate(
         padded, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    return generated[:, width:].tolist()
+    tokens: list[list[int]] = generated[:, width:].tolist()
+    return tokens
 
 
 def generate(smollm2_path: Path, num_ranks: int, batches: list[dict[int, Job]]) -> list[dict[int, list[int]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from model_shards.errors import CheckpointError, UnsupportedModel
 from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
+from model_shards.weights.fields import Fields
 from model_shards.weights.gguf_header import GgufHeader
 from model_shards.weights.safetensors_index import find_tensors, has_weights
 
@@ -37,6 +38,12 @@ _GGUF_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "rope.scale_linear": (None, 1.0),
     "rope.scaling.factor": (None, 1.0),
     "expert_count": (None, 0),
+    "attention.scale": (None,),
+    "attention.clamp_kqv": (None,),
+    "attention.causal": (None, True),
+    "embedding_scale": (None,),
+    "residual_scale": (None,),
+    "logit_scale": (None,),
 }
 
 
@@ -50,15 +57,13 @@ def read_spec(path: Path) -> ModelSpec:
 
 def folder_spec(folder: Path) -> ModelSpec:
     file = folder / "config.json"
-    config = _Fields(file, _read_json(file))
+    config = Fields(file, _read_json(file))
     architecture = _architecture_of(config)
     _refuse_others(config, _ONLY_VALUES)
     _refuse_sliding_window(config, architecture)
     query_heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
-    llama = architecture == "llama"
-    attention_bias = llama and config.flag("attention_bias", False)
-    qwen3_bias = architecture == "qwen3" and config.flag("attention_bias", False)
+    attention_bias = architecture in ("llama", "qwen3") and bool(config.flag("attention_bias"))
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
@@ -72,11 +77,11 @@ def folder_spec(folder: Path) -> ModelSpec:
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         rope_theta=_rope_theta(config),
         tied_embeddings=_is_tied(folder, config),
-        qkv_bias=architecture == "qwen2" or attention_bias or qwen3_bias,
-        output_bias=attention_bias or qwen3_bias,
-        mlp_bias=llama and config.flag("mlp_bias", False),
+        qkv_bias=architecture == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=architecture == "llama" and bool(config.flag("mlp_bias")),
         query_key_norm=architecture == "qwen3",
-        bos_token_id=config.integer("bos_token_id", None),
+        bos_token_id=config.optional_integer("bos_token_id"),
         eos_token_ids=_eos_token_ids(folder, config),
     )
 
@@ -92,15 +97,16 @@ def gguf_spec(header: GgufHeader) -> ModelSpec:
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if header.has_array(prefix + key):
             raise UnsupportedModel(f"{path}: {prefix}{key} differs between layers")
-    fields = _Fields(path, own)
+    fields = Fields(path, own)
     _refuse_others(fields, _GGUF_ONLY_VALUES)
     if "rope_freqs.weight" in header.tensors:
         raise UnsupportedModel(f"{path}: rope_freqs.weight (scaled rotary frequencies) is not supported")
     query_heads = fields.integer("attention.head_count")
     hidden = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // max(query_heads, 1))
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"{path}: {prefix}rope.dimension_count differs from the head size {head_dim}")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if fields.integer(key, head_dim) != head_dim:
+            raise UnsupportedModel(f"{path}: {prefix}{key} differs from the head size {head_dim}")
     max_positions = fields.integer("context_length")
     if fields.integer("attention.sliding_window", max_positions) < max_positions:
         raise UnsupportedModel(f"{path}: {prefix}attention.sliding_window is not supported")
@@ -132,7 +138,7 @@ def gguf_spec(header: GgufHeader) -> ModelSpec:
     )
 
 
-def _architecture_of(config: "_Fields") -> Architecture:
+def _architecture_of(config: Fields) -> Architecture:
     names = config.values.get("architectures") or []
     model_type = config.values.get("model_type")
     if names:
@@ -147,24 +153,24 @@ def _architecture_of(config: "_Fields") -> Architecture:
     return architecture
 
 
-def _refuse_others(fields: "_Fields", only: Mapping[str, tuple[object, ...]]) -> None:
+def _refuse_others(fields: Fields, only: Mapping[str, tuple[object, ...]]) -> None:
     for key, values in only.items():
         value = fields.values.get(key, values[0])
         if value not in values:
             raise UnsupportedModel(f"{fields.file}: {key} = {value!r} is not supported")
 
 
-def _refuse_sliding_window(config: "_Fields", architecture: Architecture) -> None:
+def _refuse_sliding_window(config: Fields, architecture: Architecture) -> None:
     layer_types = config.values.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
         raise UnsupportedModel(f"{config.file}: layer_types other than full_attention are not supported")
-    window = config.integer("sliding_window", None)
-    used = architecture == "mistral" or config.flag("use_sliding_window", False)
+    window = config.optional_integer("sliding_window")
+    used = architecture == "mistral" or bool(config.flag("use_sliding_window"))
     if used and window is not None and window < config.integer("max_position_embeddings"):
         raise UnsupportedModel(f"{config.file}: sliding_window = {window} is not supported")
 
 
-def _rope_theta(config: "_Fields") -> float:
+def _rope_theta(config: Fields) -> float:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; plain rotation only."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.values.get(key) or {}
@@ -173,23 +179,25 @@ def _rope_theta(config: "_Fields") -> float:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise UnsupportedModel(f"{config.file}: {key} of type {kind!r} is not supported")
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise UnsupportedModel(f"{config.file}: {key} that differ between layers are not supported")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModel(f"{config.file}: {key}.partial_rotary_factor is not supported")
         if "rope_theta" in rope:
-            return _Fields(config.file, rope).number("rope_theta")
+            return Fields(config.file, rope).number("rope_theta")
     return config.number("rope_theta", _DEFAULT_THETA)
 
 
-def _is_tied(folder: Path, config: "_Fields") -> bool:
+def _is_tied(folder: Path, config: Fields) -> bool:
     """Whether the head is the embedding. A head in the files is always used: an exporter may have written one
     beside a flag that says otherwise, and if it is a copy the logits are the same."""
-    flag = config.flag("tie_word_embeddings", None)
+    flag = config.flag("tie_word_embeddings")
     if not has_weights(folder):
         return bool(flag)
     return flag is not False and "lm_head.weight" not in find_tensors(folder)
 
 
-def _eos_token_ids(folder: Path, config: "_Fields") -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, config: Fields) -> tuple[int, ...]:
     """`generation_config.json` speaks for generation and goes first; `config.json` where it is silent."""
     file = folder / "generation_config.json"
     generation = _read_json(file) if file.is_file() else {}
@@ -222,37 +230,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: is not a JSON object")
     return content
-
-
-class _Fields:
-    """Typed access to a mapping that came from a file: a wrong type is an error with the file and the key."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self.values = values
-
-    def integer(self, key: str, default: Any = ...) -> Any:
-        value = self._value(key, default)
-        if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
-            raise CheckpointError(f"{self.file}: {key} is {value!r}, not an integer")
-        return value
-
-    def number(self, key: str, default: Any = ...) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise CheckpointError(f"{self.file}: {key} is {value!r}, not a number")
-        return float(value)
-
-    def flag(self, key: str, default: Any) -> Any:
-        value = self._value(key, default)
-        if value is not default and not isinstance(value, bool):
-            raise CheckpointError(f"{self.file}: {key} is {value!r}, not true or false")
-        return value
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is ...:
-            raise CheckpointError(f"{self.file}: {key} is missing")
-        return default

@@ -39,6 +39,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"head_dim": ...}),
     "qwen2, tied": ("qwen2", {"head_dim": ..., "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
 }
 
 

@@ -80,7 +80,7 @@ def start_ray(folder: Path, *, ranks: int) -> str:
             logging_level=logging.WARNING,
             _temp_dir=str(folder / _RAY_FOLDER),
         )
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # Ray raises bare `Exception` here, as when a daemon is not up within its 30 s
         raise StartupFailed(f"Ray does not start: {_first_line(error)}") from error
     return str(context.address_info["gcs_address"])
 

@@ -28,7 +28,7 @@ class Launcher:
 
     def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
-        self._reached: dict[str, threading.Event] = {"Ctrl-C drains": threading.Event()}
+        self._ready_or_over = threading.Event()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", *arguments],
             stdout=subprocess.PIPE,
@@ -44,12 +44,13 @@ class Launcher:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            for text, event in self._reached.items():
-                if text in line:
-                    event.set()
+            if "Ctrl-C drains" in line:
+                self._ready_or_over.set()
+        self._ready_or_over.set()
 
     def wait_ready(self) -> None:
-        assert self._reached["Ctrl-C drains"].wait(_DEADLINE_S), self.output
+        assert self._ready_or_over.wait(_DEADLINE_S), self.output
+        assert self.process.poll() is None, self.output
 
     def wait(self) -> int:
         code = self.process.wait(_DEADLINE_S)

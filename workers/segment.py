@@ -16,7 +16,7 @@ from workers.errors import GroupBroken
 from workers.ownership import Owned, reclaim
 
 FOLDER = Path("/dev/shm")
-SLOT_BYTES = 512 * 1024
+SLOT_BYTES = 1024 * 1024
 LINE = 16  # words: two cache lines, because the CPU prefetches lines in pairs
 
 _KIND = "group"

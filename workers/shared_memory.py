@@ -213,8 +213,6 @@ class SharedMemoryGroup:
         now = started = time.monotonic()
         next_peer_check = started + _PEER_CHECK_S
         while words[line] < number:
-            if words[_ABORTED]:
-                self._fail_aborted(operation)
             before = now
             if before < self._crowded_until or before - started > _PATIENCE_S:
                 self._sleep(line)
@@ -224,6 +222,8 @@ class SharedMemoryGroup:
                 now = time.monotonic()
                 if now - before > _LONG_YIELD_S:
                     self._crowded_until = now + _CROWDED_S
+            if words[_ABORTED]:
+                self._fail_aborted(operation)
             if now >= next_peer_check:
                 self._check_peers(operation)
                 next_peer_check = now + _PEER_CHECK_S

@@ -1,8 +1,8 @@
 """SmolLM2-135M in float32: greedy tokens are transformers' on the same file, for every number of ranks.
 
 The ranks are threads. transformers runs once, all prompts in one padded batch; that ours give equal tokens one at
-a time and together is tested here too, on few prompts where ranks are many, because a step costs tens of
-milliseconds on two cores.
+a time and together is tested here too, on few prompts where ranks are several: their threads take turns at the
+interpreter some 240 times a step.
 """
 
 from pathlib import Path
@@ -77,7 +77,7 @@ def generate(smollm2_path: Path, num_ranks: int, batches: list[dict[int, Job]]) 
     return outcomes[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_alone"), [(1, 2), (2, len(PROMPTS)), (3, 1)])
+@pytest.mark.parametrize(("num_ranks", "num_alone"), [(1, len(PROMPTS)), (2, 3), (3, 1)])
 def test_greedy_tokens_are_those_of_transformers(
     smollm2_path: Path, prompts: list[list[int]], expected: list[list[int]], num_ranks: int, num_alone: int
 ) -> None:

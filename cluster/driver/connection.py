@@ -6,6 +6,7 @@ Lives on one event loop. Knows tokens and a driver's calls; knows nothing of tex
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 import uuid
@@ -134,7 +135,7 @@ class DriverConnection:
             raise Unavailable(self._cause)
         inbox = _Inbox(request.sampling.n)
         self._inboxes[request.request_id] = inbox
-        submission = asyncio.ensure_future(self._driver.submit(self._subscriber_id, request))
+        submission = _detached(self._driver.submit(self._subscriber_id, request))
         try:
             try:
                 # Not `wait_for`: before Python 3.12 it forgets a cancellation that comes with the answer.
@@ -240,6 +241,13 @@ class DriverConnection:
             inbox.fail(Unavailable(cause))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = _detached(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run `work` outside the request's context. Serve knows by that context which calls belong to a request, and
+    cancels them with it: the abort of a client that has left, too.
+    """
+    return asyncio.create_task(work, context=contextvars.Context())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 
 import pytest
 
@@ -13,6 +14,8 @@ from cluster.errors import GenerationFailed, Overloaded, ShardserveError, Unavai
 from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 from tests.cluster.driver.rig import DriverRig, count_from, scripted
 
+SERVE_REQUEST: ContextVar[str | None] = ContextVar("SERVE_REQUEST", default=None)
+
 
 class Switchboard:
     """A driver handle that can lose its driver and be given another, as a Serve handle can."""
@@ -23,6 +26,7 @@ class Switchboard:
         self.deaf = False
         self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
         self.aborts: list[tuple[str, int | None]] = []
+        self.contexts: dict[str, str | None] = {}
 
     def lose(self) -> None:
         self.driver = None
@@ -47,11 +51,13 @@ class Switchboard:
                 return
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
+        self.contexts["submit"] = SERVE_REQUEST.get()
         await self._here().submit(subscriber_id, request)
         if self.answer is not None:
             await self.answer
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
+        self.contexts["abort"] = SERVE_REQUEST.get()
         self.aborts.append((request_id, choice))
         await self._here().abort(request_id, choice)
 
@@ -164,6 +170,18 @@ async def test_a_cancellation_that_comes_with_the_drivers_answer_is_not_lost(con
     await asyncio.wait((reader,), timeout=0.2)
     assert reader.cancelled()
     await eventually(lambda: ("left", None) in switchboard.aborts)
+
+
+async def test_the_drivers_calls_do_not_belong_to_the_request(connect: Connect) -> None:
+    """Serve cancels, with a request, all calls made in its context: an abort must not be one of them."""
+    connection, switchboard = await connect(step_time_s=0.002)
+    SERVE_REQUEST.set("a request that is about to be cancelled")
+    stream = connection.stream(count_from(1, 400))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await eventually(lambda: bool(switchboard.aborts))
+
+    assert switchboard.contexts == {"submit": None, "abort": None}
 
 
 async def test_finishing_one_choice_leaves_the_others(connect: Connect) -> None:

@@ -16,6 +16,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARACTERS = 256
 
 
 class FinishReason(StrEnum):
@@ -92,6 +94,26 @@ class SamplingParams:
         _check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias])
         for _, bias in self.logit_bias:
             _check_range("logit_bias", bias, -100, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request is treated among others. None of it changes a token of its output.
+
+    Raises `InvalidRequest`, naming field and value, for anything out of range.
+    """
+
+    priority: int = 0  # lower comes first
+    cache_salt: str | None = None  # cached prompts are shared among requests of an equal salt only
+
+    def __post_init__(self) -> None:
+        _check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        salt = self.cache_salt
+        if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARACTERS:
+            bounds = f"between 1 and {MAX_SALT_CHARACTERS} characters"
+            raise InvalidRequest(f"cache_salt must have {bounds}, not {len(salt)}", "cache_salt")
+        if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
+            raise InvalidRequest("cache_salt is not valid Unicode: it has a lone surrogate", "cache_salt")
 
 
 def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
@@ -173,16 +195,35 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one choice gained in text. `token_ids` are those that were billed with this delta."""
+    """What one choice gained in text. `token_ids` are those that were billed with this delta.
+
+    `logprobs` come with the text: a token has its entry once a character from its place on is shown, and never
+    when a stop string or a stop token kept its text back.
+    """
 
     choice: int
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that matched; None for EOS
-    logprobs: tuple[TokenLogprob, ...] = ()  # as in `TokenDelta`, as are the next two
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    text_offsets: tuple[int, ...] = ()  # where each token of `logprobs` begins in the choice's text, in characters
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # as in `TokenDelta`, as is the next
     num_cached_tokens: int = 0
+
+    def followed_by(self, later: "TextDelta") -> "TextDelta":
+        """One delta that says what this one and the next of its choice say."""
+        return TextDelta(
+            self.choice,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            later.finish_reason,
+            later.stop_reason,
+            self.logprobs + later.logprobs,
+            self.text_offsets + later.text_offsets,
+            later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+            self.num_cached_tokens + later.num_cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +235,8 @@ class CompletedChoice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that the text shows
+    text_offsets: tuple[int, ...] = ()  # where each of them begins in `text`, in characters
 
 
 @dataclass(frozen=True, slots=True)

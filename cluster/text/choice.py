@@ -4,8 +4,6 @@ Knows tokens, text and stop strings; synchronous, so that an offline engine uses
 is streamed and what is returned whole come from here alike, so they cannot differ.
 """
 
-from collections.abc import Iterable
-
 from cluster.errors import GenerationFailed, Unavailable
 from cluster.generation import (
     CompletedChoice,
@@ -15,8 +13,10 @@ from cluster.generation import (
     SamplingParams,
     TextDelta,
     TokenDelta,
+    TokenLogprob,
 )
 from cluster.text.detokenizer import Detokenizer
+from cluster.text.shown_tokens import ShownTokens
 from cluster.text.stopping import StopMatcher
 from cluster.text.tokenizer import Tokenizer
 
@@ -27,9 +27,16 @@ class ChoiceText:
     def __init__(self, index: int, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self._index = index
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._has_stop_strings = bool(sampling.stop)
+        self._shows_stop = sampling.include_stop_str_in_output
+        self._has_logprobs = sampling.logprobs is not None
+        self._token_by_token = bool(sampling.stop) or self._has_logprobs
+        self._num_unstoppable = (
+            sampling.min_tokens if sampling.stop else 0
+        )  # tokens in which no stop string counts
         self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(sampling.stop)
+        self._matcher = StopMatcher(sampling.stop, include_match=self._shows_stop)
+        self._tokens = ShownTokens()
+        self._num_characters = 0  # detokenized so far
         self.finished = False
 
     def push(self, delta: TokenDelta) -> TextDelta | None:
@@ -39,26 +46,41 @@ class ChoiceText:
         """
         if self.finished:
             return None
-        if delta.finish_reason is None and not self._has_stop_strings:
-            return TextDelta(self._index, self._detokenizer.push(delta.token_ids), delta.token_ids)
+        if delta.finish_reason is None and not self._token_by_token:
+            return self._gain(delta, self._detokenizer.push(delta.token_ids), delta.token_ids)
         _raise_if_given_up(delta)
-        shown = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
-        pieces = []
-        for position, run in enumerate(self._runs(shown), start=1):
-            pieces.append(self._matcher.push(self._detokenizer.push(run)))
-            if self._matcher.matched is not None:
-                return self._finish(pieces, shown[:position], FinishReason.STOP, self._matcher.matched)
-        if delta.finish_reason is None:
-            return TextDelta(self._index, "".join(pieces), delta.token_ids)
-        pieces.append(self._matcher.push(self._detokenizer.finish()))
+        num_shown = len(delta.token_ids)
+        if delta.finish_reason is FinishReason.STOP and not self._shows_stop:
+            num_shown -= 1
+        text, num_pushed = self._push_tokens(delta, num_shown)
         if self._matcher.matched is not None:
-            return self._finish(pieces, delta.token_ids, FinishReason.STOP, self._matcher.matched)
-        pieces.append(self._matcher.finish())
-        return self._finish(pieces, delta.token_ids, delta.finish_reason, self._stop_token(delta))
+            return self._matched(delta, text, delta.token_ids[:num_pushed])
+        if delta.finish_reason is None:
+            return self._gain(delta, text, delta.token_ids)
+        text += self._matcher.push(self._detokenizer.finish())
+        if self._matcher.matched is not None:
+            return self._matched(delta, text, delta.token_ids)
+        text += self._matcher.finish()
+        return self._gain(delta, text, delta.token_ids, delta.finish_reason, self._stop_token(delta))
 
-    def _runs(self, token_ids: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-        """Token by token where a stop string may end the text between two, all at once otherwise."""
-        return ((token_id,) for token_id in token_ids) if self._has_stop_strings else (token_ids,)
+    def _push_tokens(self, delta: TokenDelta, num_shown: int) -> tuple[str, int]:
+        """The text that the first `num_shown` tokens release, and how many were pushed until a stop string."""
+        if not self._token_by_token:
+            return self._detokenizer.push(delta.token_ids[:num_shown]), num_shown
+        pieces = []
+        for position in range(num_shown):
+            if self._has_logprobs:
+                self._tokens.add(self._num_characters, delta.logprobs[position])
+            piece = self._detokenizer.push(delta.token_ids[position : position + 1])
+            self._num_characters += len(piece)
+            if self._num_unstoppable > 0:
+                self._num_unstoppable -= 1
+                pieces.append(piece)
+                continue
+            pieces.append(self._matcher.push(piece))
+            if self._matcher.matched is not None:
+                return "".join(pieces), position + 1
+        return "".join(pieces), num_shown
 
     def _stop_token(self, delta: TokenDelta) -> int | None:
         """The stop token that the user asked for; None for the model's own end of sequence."""
@@ -66,11 +88,36 @@ class ChoiceText:
             return None
         return delta.token_ids[-1]
 
-    def _finish(
-        self, pieces: list[str], billed: tuple[int, ...], reason: FinishReason, stop_reason: str | int | None
+    def _matched(self, delta: TokenDelta, text: str, billed: tuple[int, ...]) -> TextDelta:
+        return self._gain(delta, text, billed, FinishReason.STOP, self._matcher.matched)
+
+    def _gain(
+        self,
+        delta: TokenDelta,
+        text: str,
+        billed: tuple[int, ...],
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
     ) -> TextDelta:
-        self.finished = True
-        return TextDelta(self._index, "".join(pieces), billed, reason, stop_reason)
+        self.finished = reason is not None
+        logprobs: tuple[TokenLogprob, ...] = ()
+        offsets: tuple[int, ...] = ()
+        if self._has_logprobs:
+            to_the_end = self.finished and self._matcher.matched is None
+            shown = self._tokens.release(len(text), all_text=to_the_end)
+            offsets = tuple(offset for offset, _ in shown)
+            logprobs = tuple(logprob for _, logprob in shown)
+        return TextDelta(
+            self._index,
+            text,
+            billed,
+            reason,
+            stop_reason,
+            logprobs,
+            offsets,
+            delta.prompt_logprobs,
+            delta.num_cached_tokens,
+        )
 
 
 class RequestText:
@@ -99,32 +146,57 @@ class CompletionBuilder:
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
-        self._texts: list[list[str]] = [[] for _ in range(request.sampling.n)]
-        self._token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
-        self._last: dict[int, TextDelta] = {}
+        self._choices = [_ChoiceBuilder(index) for index in range(request.sampling.n)]
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._num_cached_tokens = 0
 
     def add(self, delta: TextDelta) -> None:
-        self._texts[delta.choice].append(delta.text)
-        self._token_ids[delta.choice].extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._last[delta.choice] = delta
+        self._choices[delta.choice].add(delta)
+        if delta.choice == 0:  # every choice says it; the first one counts
+            self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+            self._num_cached_tokens += delta.num_cached_tokens
 
     def completion(self) -> Completion:
         return Completion(
             self._request.request_id,
             self._request.prompt_token_ids,
-            tuple(self._choice(index) for index in range(self._request.sampling.n)),
+            tuple(choice.completed() for choice in self._choices),
+            self._prompt_logprobs,
+            self._num_cached_tokens,
         )
 
-    def _choice(self, index: int) -> CompletedChoice:
-        last = self._last[index]
+
+class _ChoiceBuilder:
+    """Keeps what deltas hold rather than the deltas: there is one for every token of a batch."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._text_offsets: list[int] = []
+        self._last: TextDelta | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._text_offsets.extend(delta.text_offsets)
+        if delta.finish_reason is not None:
+            self._last = delta
+
+    def completed(self) -> CompletedChoice:
+        last = self._last
+        assert last is not None
         assert last.finish_reason is not None
         return CompletedChoice(
-            index,
-            "".join(self._texts[index]),
-            tuple(self._token_ids[index]),
+            self._index,
+            "".join(self._texts),
+            tuple(self._token_ids),
             last.finish_reason,
             last.stop_reason,
+            tuple(self._logprobs),
+            tuple(self._text_offsets),
         )
 
 

@@ -13,6 +13,7 @@ from cluster.errors import GenerationFailed, ShardserveError
 from cluster.generation import (
     Completion,
     GenerationRequest,
+    RequestOptions,
     SamplingParams,
     TextDelta,
     TokenDelta,
@@ -54,19 +55,26 @@ class Completer:
         field: str = "prompt",
         *,
         default_max_tokens: int | None = None,
+        options: RequestOptions | None = None,
     ) -> GenerationRequest:
         """Check a raw prompt. Raises `InvalidRequest` for all that can be wrong; the engine has seen nothing."""
         size = len(prompt) if isinstance(prompt, str) else 0
         token_ids = await _aside(size, lambda: self.encoder.encode(prompt, field))
-        return self.encoder.check(request_id, token_ids, sampling, field, default_max_tokens=default_max_tokens)
+        return self.encoder.check(
+            request_id, token_ids, sampling, field, default_max_tokens=default_max_tokens, options=options
+        )
 
     async def prepare_chat(
-        self, request_id: str, messages: Sequence[ChatMessage], sampling: SamplingParams
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        options: RequestOptions | None = None,
     ) -> GenerationRequest:
         """Check a conversation, as `prepare` does a prompt."""
         size = sum(len(message["content"]) for message in messages)
         token_ids = await _aside(size, lambda: self.encoder.encode_chat(messages))
-        return self.encoder.check(request_id, token_ids, sampling, "messages")
+        return self.encoder.check(request_id, token_ids, sampling, "messages", options=options)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
         """The text of a prepared request as it comes; the last delta of each choice has a `finish_reason`.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import ContextOverflow, InvalidRequest
-from cluster.generation import GenerationRequest, SamplingParams
+from cluster.generation import GenerationRequest, RequestOptions, SamplingParams
 from cluster.text.chat_template import ChatMessage, ChatTemplate
 from cluster.text.tokenizer import Tokenizer
 
@@ -54,9 +54,12 @@ class PromptEncoder:
         field: str = "prompt",
         *,
         default_max_tokens: int | None = None,  # of what is left of the context; None: all of it
+        options: RequestOptions | None = None,
     ) -> GenerationRequest:
-        """The request for the engine, with `max_tokens` resolved."""
+        """The request for the engine, with `max_tokens` resolved and `bad_words` encoded."""
         self._check_vocabulary(sampling.stop_token_ids, "stop_token_ids")
+        self._check_vocabulary(tuple(token_id for token_id, _ in sampling.logit_bias), "logit_bias")
+        self._check_vocabulary(sampling.allowed_token_ids or (), "allowed_token_ids")
         left = self.max_model_len - len(token_ids)
         if left < 1:
             raise ContextOverflow(
@@ -74,7 +77,26 @@ class PromptEncoder:
                 f"{self.max_model_len} tokens",
                 "max_tokens",
             )
-        return GenerationRequest(request_id, token_ids, sampling)
+        return GenerationRequest(
+            request_id,
+            token_ids,
+            sampling,
+            self._encode_bad_words(sampling.bad_words),
+            options.priority if options else 0,
+            options.cache_salt if options else None,
+        )
+
+    def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is, and as it stands after a space, where that gives other tokens."""
+        encoded: dict[tuple[int, ...], None] = {}
+        for position, word in enumerate(words):
+            field = f"bad_words[{position}]"
+            token_ids = self.encode(word, field, add_special_tokens=False)
+            spaced = self.encode(f" {word}", field, add_special_tokens=False)
+            encoded[token_ids] = None
+            if spaced[-len(token_ids) :] != token_ids:
+                encoded[spaced] = None
+        return tuple(encoded)
 
     def _encode_text(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         try:

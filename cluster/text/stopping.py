@@ -10,12 +10,13 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches one text for stop strings.
 
-    Invariant: no released character belongs to a stop string, and what is held back is the longest tail that a
-    stop string begins with, no more.
+    Invariant: no released character belongs to a stop string, unless the match is to be included, and what is
+    held back is the longest tail that a stop string begins with, no more.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include_match: bool = False) -> None:
         self._stop = tuple(stop)
+        self._include_match = include_match  # the text ends with the stop string instead of before it
         self._held = ""
         self.matched: str | None = None
 
@@ -26,10 +27,10 @@ class StopMatcher:
         if not self._stop:
             return text
         window = self._held + text
-        start = self._find(window)
-        if start is not None:
+        end = self._find(window)
+        if end is not None:
             self._held = ""
-            return window[:start]
+            return window[:end]
         keep = max(_overlap(window, stop) for stop in self._stop)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]
@@ -40,12 +41,12 @@ class StopMatcher:
         return held
 
     def _find(self, window: str) -> int | None:
-        """Where the stop string begins that is complete first; remembers it in `matched`."""
+        """Where the text ends by the stop string that is complete first; remembers it in `matched`."""
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := window.find(stop)) >= 0]
         if not found:
             return None
-        _, start, self.matched = min(found)
-        return start
+        end, start, self.matched = min(found)
+        return end if self._include_match else start
 
 
 def _overlap(text: str, stop: str) -> int:

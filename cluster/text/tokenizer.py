@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """What one token adds to a running text; nothing for special tokens and unknown ids."""
         ...
 
+    def special_text(self, token_id: int) -> str:
+        """How a special token is written; nothing for all others and unknown ids."""
+        ...
+
 
 class HuggingFaceTokenizer:
     """The Rust tokenizer of the `tokenizers` package. Thread-safe: encoding releases the interpreter lock."""
@@ -77,6 +81,9 @@ class HuggingFaceTokenizer:
             piece = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
             known = self._bytes[token_id] = b"" if piece is None else self._to_bytes(piece)
         return known
+
+    def special_text(self, token_id: int) -> str:
+        return str(self._tokenizer.id_to_token(token_id)) if token_id in self._special_ids else ""
 
 
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:

@@ -38,3 +38,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if 0 <= token_id < 256 else b""
+
+    def special_text(self, token_id: int) -> str:
+        return next((text for text, special_id in SPECIALS.items() if special_id == token_id), "")

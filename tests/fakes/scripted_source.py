@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import GenerationFailed, ShardserveError
-from cluster.generation import FinishReason, GenerationRequest, TokenDelta
+from cluster.generation import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from tests.fakes.byte_tokenizer import EOS_ID
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]  # request, choice -> token ids
@@ -26,12 +26,21 @@ def counts(request: GenerationRequest, choice: int) -> Sequence[int]:
     return [(start + step) % 256 for step in range(request.sampling.max_tokens or 0)]
 
 
+def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
+    """Told from the token alone: it is the likeliest, but for multiples of 7, which are the second."""
+    logprob = -(token_id % 16) / 16 - 0.25
+    likelier = [(token_id + 1, logprob / 2)] if token_id % 7 == 0 else []
+    others = [(token_id + 2 + step, logprob - 1 - step) for step in range(num_top)]
+    return TokenLogprob(token_id, logprob, tuple([*likelier, (token_id, logprob), *others][:num_top]))
+
+
 @dataclass
 class ScriptedSource:
     """Implements `cluster.generation.TokenSource`."""
 
     script: Script = counts
     burst: int = 1  # tokens in one delta
+    num_cached_tokens: int = 0  # of every prompt
     refuse_with: ShardserveError | None = None
     refuse_when: Callable[[GenerationRequest], bool] = lambda request: True
     fail_after: int | None = None  # deltas of one request, then GenerationFailed
@@ -87,6 +96,23 @@ class ScriptedSource:
         parts = [tuple(ids[at : at + self.burst]) for at in range(0, len(ids), self.burst)]
         last = len(parts) - 1
         return [
-            TokenDelta(request.request_id, choice, part, reason if at == last else None)
+            TokenDelta(
+                request.request_id,
+                choice,
+                part,
+                reason if at == last else None,
+                logprobs=_logprobs(part, sampling.logprobs),
+                prompt_logprobs=_prompt_logprobs(request) if at == 0 else None,
+                num_cached_tokens=self.num_cached_tokens if at == 0 else 0,
+            )
             for at, part in enumerate(parts)
         ]
+
+
+def _logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprob, ...]:
+    return () if num_top is None else tuple(logprob_of(token_id, num_top) for token_id in token_ids)
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprob | None, ...] | None:
+    num_top = request.sampling.prompt_logprobs
+    return None if num_top is None else (None, *_logprobs(request.prompt_token_ids[1:], num_top))

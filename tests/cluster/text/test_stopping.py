@@ -67,3 +67,10 @@ def test_what_cannot_match_is_released_at_once(stop: list[str], text: str) -> No
 def test_nothing_comes_after_a_match() -> None:
     matcher = StopMatcher(["x"])
     assert (matcher.push("ax"), matcher.push("more")) == ("a", "")
+
+
+@pytest.mark.parametrize("pieces", [["xab!y"], ["x", "a", "b", "!", "y"], ["xa", "b!y"]])
+def test_the_match_itself_is_released_where_asked_and_nothing_after_it(pieces: list[str]) -> None:
+    matcher = StopMatcher(["ab!", "b!!"], include_match=True)
+    assert "".join(map(matcher.push, pieces)) == "xab!"
+    assert matcher.matched == "ab!"

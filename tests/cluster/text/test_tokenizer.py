@@ -125,3 +125,11 @@ def test_sentencepiece_bytes(tmp_path: Path) -> None:
     ids = [258, 257, *"\U0001f642".encode(), 256, 257]
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " aa\U0001f642 a"
     assert tokenizer.decode(ids) == "aa\U0001f642 a"  # a whole text loses the first space, a continuation does not
+
+
+def test_special_tokens_have_a_name_and_no_bytes(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder(tmp_path, byte_level()))
+    special, added = tokenizer.encode("<s><tool call>", add_special_tokens=False)
+    assert (tokenizer.special_text(special), tokenizer.token_bytes(special)) == ("<s>", b"")
+    assert (tokenizer.special_text(added), tokenizer.token_bytes(added)) == ("", b"<tool call>")
+    assert tokenizer.special_text(10**6) == ""

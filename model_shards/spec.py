@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from model_shards.errors import UnsupportedModel
+from model_shards.rope import RopeScaling
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
@@ -32,6 +33,7 @@ class ModelSpec:
     norm_epsilon: float
     rope_theta: float
     tied_embeddings: bool
+    rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False

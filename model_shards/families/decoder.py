@@ -50,7 +50,12 @@ class Decoder(nn.Module):
         self._tied = spec.tied_embeddings
         self._tie()
         self._rotary = RotaryTable(
-            spec.head_dim, spec.max_positions, spec.rope_theta, dtype=placement.dtype, device=placement.device
+            spec.head_dim,
+            spec.max_positions,
+            spec.rope_theta,
+            spec.rope_scaling,
+            dtype=placement.dtype,
+            device=placement.device,
         )
 
     def prepare(self) -> None:

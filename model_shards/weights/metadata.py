@@ -13,6 +13,7 @@ from model_shards.errors import CheckpointError, UnsupportedModel
 from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
 from model_shards.weights.fields import Fields
 from model_shards.weights.gguf_header import GgufHeader
+from model_shards.weights.rope_config import read_rope_config
 from model_shards.weights.safetensors_index import find_tensors, has_weights
 
 _CLASSES: Mapping[str, Architecture] = {
@@ -61,6 +62,7 @@ def folder_spec(folder: Path) -> ModelSpec:
     architecture = _architecture_of(config)
     _refuse_others(config, _ONLY_VALUES)
     _refuse_sliding_window(config, architecture)
+    rope = read_rope_config(config, _DEFAULT_THETA)
     query_heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
     attention_bias = architecture in ("llama", "qwen3") and bool(config.flag("attention_bias"))
@@ -73,9 +75,10 @@ def folder_spec(folder: Path) -> ModelSpec:
         num_kv_heads=config.integer("num_key_value_heads", query_heads),
         head_dim=config.integer("head_dim", hidden // max(query_heads, 1)),
         intermediate_size=config.integer("intermediate_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=rope.max_positions,
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(config),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         tied_embeddings=_is_tied(folder, config),
         qkv_bias=architecture == "qwen2" or attention_bias,
         output_bias=attention_bias,
@@ -168,24 +171,6 @@ def _refuse_sliding_window(config: Fields, architecture: Architecture) -> None:
     used = architecture == "mistral" or bool(config.flag("use_sliding_window"))
     if used and window is not None and window < config.integer("max_position_embeddings"):
         raise UnsupportedModel(f"{config.file}: sliding_window = {window} is not supported")
-
-
-def _rope_theta(config: Fields) -> float:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; plain rotation only."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.values.get(key) or {}
-        if not isinstance(rope, Mapping):
-            raise UnsupportedModel(f"{config.file}: {key} = {rope!r} is not supported")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedModel(f"{config.file}: {key} of type {kind!r} is not supported")
-        if any(isinstance(value, Mapping) for value in rope.values()):
-            raise UnsupportedModel(f"{config.file}: {key} that differ between layers are not supported")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModel(f"{config.file}: {key}.partial_rotary_factor is not supported")
-        if "rope_theta" in rope:
-            return Fields(config.file, rope).number("rope_theta")
-    return config.number("rope_theta", _DEFAULT_THETA)
 
 
 def _is_tied(folder: Path, config: Fields) -> bool:

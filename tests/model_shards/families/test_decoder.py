@@ -17,9 +17,16 @@ from tests.fakes.gguf_files import write_gguf
 from tests.fakes.plain_attention import PlainAttention
 from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
+from tests.model_shards.families.logits import (
+    TOLERANCE,
+    reference_greedy,
+    reference_logits,
+    sharded_greedy,
+    sharded_logits,
+)
 
-TOLERANCE = 1e-4
 TOKENS = torch.tensor([0, 7, 500, 1002, 501, 502, 3, 3, 999, 12, 60, 333])
+NUM_GREEDY = 8
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -43,43 +50,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def sharded_logits(path: Path, ranks: int, tokens: Tensor = TOKENS) -> Tensor:
-    """Logits of every position, put together from the ranks in their order."""
-
-    def work(group: ThreadGroup) -> Tensor:
-        model = load_model(path, group, device=torch.device("cpu"), dtype=torch.float32)
-        hidden = model.forward(tokens, torch.arange(len(tokens)), PlainAttention())
-        logits = model.local_logits(hidden)
-        assert logits.shape == (len(tokens), model.local_vocab_size)
-        assert logits.dtype == torch.float32
-        return logits
-
-    return torch.cat(run_ranks(ranks, work), dim=1)
-
-
-def reference_logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(tokens.unsqueeze(0)).logits[0]
-    return logits
-
-
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def written(name: str) -> tuple[Path, Tensor]:
+    def written(name: str) -> tuple[Path, Tensor, list[int]]:
         family, overrides = VARIANTS[name]
         folder = write_tiny_model(tmp_path_factory.mktemp("model"), family, **overrides)
-        return folder, reference_logits(reference_model(folder))
+        reference = reference_model(folder)
+        return folder, reference_logits(reference, TOKENS), reference_greedy(reference, TOKENS, NUM_GREEDY)
 
     return written
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers(variant: Any, name: str, ranks: int) -> None:
-    folder, expected = variant(name)
+def test_logits_and_greedy_tokens_equal_transformers(variant: Any, name: str, ranks: int) -> None:
+    folder, expected, greedy = variant(name)
     assert expected.abs().max() > 1.0
-    torch.testing.assert_close(sharded_logits(folder, ranks), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(sharded_logits(folder, ranks, TOKENS), expected, rtol=0, atol=TOLERANCE)
+    assert sharded_greedy(folder, ranks, TOKENS, NUM_GREEDY) == greedy
 
 
 @pytest.mark.parametrize("flag", [False, True, ...])
@@ -99,7 +88,7 @@ def test_the_head_that_is_in_the_files_is_used(tmp_path: Path, flag: Any, head: 
     write_folder(tmp_path, config, weights)
     if flag is False and head == "absent":
         with pytest.raises(ValueError, match=r"has no tensor 'lm_head\.weight'"):
-            sharded_logits(tmp_path, ranks)
+            sharded_logits(tmp_path, ranks, TOKENS)
         return
     # The reference gets the head by hand: transformers would draw a random one where the flag is missing.
     effective = weights["model.embed_tokens.weight"] if head == "absent" else weights["lm_head.weight"]
@@ -108,8 +97,8 @@ def test_the_head_that_is_in_the_files_is_used(tmp_path: Path, flag: Any, head: 
         {**config, "tie_word_embeddings": False},
         {**weights, "lm_head.weight": effective.clone()},
     )
-    expected = reference_logits(reference_model(tmp_path / "reference"))
-    torch.testing.assert_close(sharded_logits(tmp_path, ranks), expected, rtol=0, atol=TOLERANCE)
+    expected = reference_logits(reference_model(tmp_path / "reference"), TOKENS)
+    torch.testing.assert_close(sharded_logits(tmp_path, ranks, TOKENS), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -131,8 +120,8 @@ def assert_gguf_matches(tmp_path: Path, family: str, quantisation: str, ranks: i
     stored = write_gguf(tmp_path / "m.gguf", config, weights, gguf.GGMLQuantizationType[quantisation])
     reference = reference_model(folder)
     reference.load_state_dict(stored, strict=False)
-    logits = sharded_logits(tmp_path / "m.gguf", ranks)
-    torch.testing.assert_close(logits, reference_logits(reference), rtol=0, atol=TOLERANCE)
+    logits = sharded_logits(tmp_path / "m.gguf", ranks, TOKENS)
+    torch.testing.assert_close(logits, reference_logits(reference, TOKENS), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -184,5 +173,5 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
     logits = torch.cat(run_ranks(2, work), dim=1)
     assert logits.dtype == torch.float32
-    error = (logits - sharded_logits(folder, 1)).abs().max()
+    error = (logits - sharded_logits(folder, 1, TOKENS)).abs().max()
     assert 0 < error < 0.2

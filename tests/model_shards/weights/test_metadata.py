@@ -102,9 +102,17 @@ def test_generation_config_has_the_first_word_on_the_end(tmp_path: Path) -> None
         ({"architectures": ..., "model_type": "t5"}, "architecture 't5'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_scaling of type 'longrope'"),
+        ({"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e4}}, "rope_parameters of type"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5; it must be at least 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "rope_scaling.beta_fast is not"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope_scaling.mrope_section is not"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "low_freq_factor 4 is not below high_freq_factor 1",
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
             "rope_parameters that differ",
@@ -136,6 +144,8 @@ def test_a_window_as_wide_as_the_context_changes_nothing(tmp_path: Path) -> None
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not a number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id is"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4', not a number"),
     ],
 )
 def test_a_config_of_wrong_types_is_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:

@@ -1,0 +1,61 @@
+"""What a model says, from the ranks put together and from the judge: logits of a prompt, and greedy tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_shards.weights.loader import load_model
+from tests.fakes.plain_attention import PlainAttention
+from tests.fakes.thread_group import ThreadGroup, run_ranks
+
+TOLERANCE = 1e-4
+
+
+def sharded_logits(path: Path, ranks: int, tokens: Tensor) -> Tensor:
+    """Logits of every position, put together from the ranks in their order."""
+
+    def work(group: ThreadGroup) -> Tensor:
+        model = load_model(path, group, device=torch.device("cpu"), dtype=torch.float32)
+        hidden = model.forward(tokens, torch.arange(len(tokens)), PlainAttention())
+        logits = model.local_logits(hidden)
+        assert logits.shape == (len(tokens), model.local_vocab_size)
+        assert logits.dtype == torch.float32
+        return logits
+
+    return torch.cat(run_ranks(ranks, work), dim=1)
+
+
+def sharded_greedy(path: Path, ranks: int, prompt: Tensor, count: int) -> list[int]:
+    """The `count` most likely tokens after `prompt`, each computed from the cache of those before."""
+
+    def work(group: ThreadGroup) -> list[int]:
+        model = load_model(path, group, device=torch.device("cpu"), dtype=torch.float32)
+        attention = PlainAttention()
+        tokens, position, found = prompt, 0, []
+        for _ in range(count):
+            positions = torch.arange(position, position + len(tokens))
+            logits = model.local_logits(model.forward(tokens, positions, attention)[-1:])[0]
+            best = torch.stack((logits.max().double(), (logits.argmax() + model.local_vocab_start).double()))
+            offers = group.all_gather(best)
+            tokens = offers[offers[:, 0].argmax(), 1].long().view(1)
+            position += len(positions)
+            found.append(int(tokens))
+        return found
+
+    return run_ranks(ranks, work)[0]
+
+
+def reference_logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(tokens.unsqueeze(0)).logits[0]
+    return logits
+
+
+def reference_greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
+    """Without a cache, so that nothing but the model is judged by."""
+    tokens = prompt
+    for _ in range(count):
+        tokens = torch.cat((tokens, reference_logits(model, tokens)[-1:].argmax(dim=-1)))
+    return tokens[len(prompt) :].tolist()

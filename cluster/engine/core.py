@@ -100,6 +100,17 @@ class EngineCore:
         """Hand out a step without sequences; its result is taken by `finish_step`. Raises `ExecutorFailed`."""
         self._hand_out(self.scheduler.heartbeat())
 
+    def lose_ranks(self) -> None:
+        """After a failure: what lives waits for other ranks. Requests may come and go meanwhile."""
+        self.scheduler.forget_ranks()
+        self._was_idle = True
+
+    def resume(self) -> None:
+        """The executor has a new incarnation: every live sequence goes on from its confirmed tokens."""
+        assert self._executor.capacity == self._capacity, "what was accepted must still fit"
+        self.scheduler.begin(self._executor.incarnation)
+        self._counters.recoveries += 1
+
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self._counters
         return EngineStats(
@@ -112,7 +123,10 @@ class EngineCore:
             received=counters.received,
             finished=counters.finished.copy(),
             preemptions=scheduler.num_preemptions,
+            recoveries=counters.recoveries,
             prompt_tokens=counters.prompt_tokens,
+            prefix_cache_queries=scheduler.prefix_cache.num_queried_tokens,
+            prefix_cache_hits=scheduler.prefix_cache.num_hit_tokens,
             generation_tokens=counters.generation_tokens,
             steps=counters.steps,
             last_step_at=counters.last_step_at,
@@ -125,8 +139,13 @@ class EngineCore:
         self.pool.check_integrity(sequence.blocks for sequence in scheduler.running)
         assert all(not sequence.blocks for sequence in scheduler.waiting), "a waiting sequence holds blocks"
         queued = [*scheduler.running, *scheduler.waiting]
-        arrivals = [sequence.sequence_id for sequence in queued]
-        assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
+        for queue in (scheduler.running, scheduler.waiting):
+            orders = [sequence.order for sequence in queue]
+            assert orders == sorted(orders), f"out of order: {orders}"
+        last_running = {sequence.priority: sequence.order for sequence in scheduler.running}
+        for sequence in scheduler.waiting:
+            last = last_running.get(sequence.priority)
+            assert last is None or last < sequence.order, f"{last} runs, and {sequence.order} waits"
         assert {id(sequence) for sequence in queued} == {id(sequence) for sequence in self._live()}
         assert self._not_started <= self._requests.keys()
 
@@ -138,7 +157,7 @@ class EngineCore:
         self._executor.submit(plan)
         if plan.new and self._not_started:
             num_before = len(self._not_started)
-            for sequence in self.scheduler.running[-len(plan.new) :]:  # the newest are the last
+            for sequence in self.scheduler.admitted:
                 self._not_started.discard(sequence.request_id)
             self._counters.started_requests += num_before - len(self._not_started)
 

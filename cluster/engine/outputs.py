@@ -32,10 +32,15 @@ def apply_result(scheduler: Scheduler, result: StepResult) -> list[TokenDelta]:
     for sequence in sampled:
         if sequence.state is SequenceState.FINISHED:
             continue
+        num_cached = 0 if sequence.has_output else sequence.num_cached_tokens
         token_ids, reason = sequence.accept(gains[sequence.sequence_id])
         if reason is not None:
             scheduler.finish(sequence, reason)
-        deltas.append(TokenDelta(sequence.request_id, sequence.sampling.choice, token_ids, reason))
+        deltas.append(
+            TokenDelta(
+                sequence.request_id, sequence.sampling.choice, token_ids, reason, num_cached_tokens=num_cached
+            )
+        )
     return deltas
 
 

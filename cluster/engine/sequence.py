@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from cluster.engine.block_hashing import BlockText
 from cluster.generation import FinishReason, GenerationRequest
 from workers.protocol import KnownSequence, SamplingSettings, SequenceId
 
@@ -30,7 +31,7 @@ class Sequence:
 
     A token is pending from the moment a plan samples it until that step's result names it. All counts are those
     after every plan handed out so far, so the next plan can be made while earlier ones still run. Ids count up in
-    order of arrival.
+    order of arrival; `order` puts lower priorities first and, among equal ones, earlier arrivals.
     """
 
     sequence_id: SequenceId
@@ -40,15 +41,24 @@ class Sequence:
     num_prompt_tokens: int
     max_total_tokens: int  # it ends by length when it has this many
     stop_token_ids: frozenset[int]
+    priority: int = 0
+    cache_fields: Mapping[str, str] = field(default_factory=dict)  # cached blocks are shared where these are equal
+    reads_cache: bool = True
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
+    has_started: bool = False  # at least once
+    num_cached_tokens: int = 0  # found in the prefix cache when it first started
+    texts: list[BlockText] = field(default_factory=list, repr=False)  # `PrefixCache`'s: a root, then one a block
+    num_kept_blocks: int = 0  # `PrefixCache`'s: so many of `blocks` were found in it or offered to it
     finish_reason: FinishReason | None = None
     decode_row: KnownSequence = field(init=False)  # what most plans say of it, made once
+    order: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.decode_row = KnownSequence(self.sequence_id, 1)
+        self.order = (self.priority, self.sequence_id)
 
     @property
     def num_tokens_left_to_compute(self) -> int:
@@ -58,6 +68,10 @@ class Sequence:
     def last_token_is_pending(self) -> bool:
         """All tokens it may have are made or on their way: there is nothing more to plan."""
         return len(self.token_ids) + self.num_pending_tokens >= self.max_total_tokens
+
+    @property
+    def has_output(self) -> bool:
+        return len(self.token_ids) > self.num_prompt_tokens
 
     def become(self, state: SequenceState) -> None:
         assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id}: {self.state} -> {state}"
@@ -108,4 +122,7 @@ def make_sequence(
         num_prompt_tokens=len(request.prompt_token_ids),
         max_total_tokens=max_total_tokens,
         stop_token_ids=frozenset(stops),
+        priority=request.priority,
+        cache_fields={} if request.cache_salt is None else {"cache_salt": request.cache_salt},
+        reads_cache=asked.prompt_logprobs is None,  # what is not computed has no logits
     )

@@ -30,7 +30,10 @@ class EngineStats:
     received: int = 0
     finished: Mapping[FinishReason, int] = field(default_factory=dict)
     preemptions: int = 0
+    recoveries: int = 0  # times the ranks were lost and came back
     prompt_tokens: int = 0  # of requests received, once each
+    prefix_cache_queries: int = 0  # prompt tokens of sequences that started and may read the prefix cache
+    prefix_cache_hits: int = 0  # of these, tokens found in it
     generation_tokens: int = 0  # that went out
     steps: int = 0
     last_step_at: float = 0.0
@@ -64,6 +67,7 @@ class Counters:
         self.started_requests = 0
         self.received = 0
         self.finished = dict.fromkeys(FinishReason, 0)
+        self.recoveries = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.steps = 0

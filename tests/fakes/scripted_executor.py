@@ -1,12 +1,13 @@
 """A worker group without torch: it runs plans exactly as ranks would, and refuses what ranks must refuse.
 
-Keeps a mirror of the live sequences and a KV cache that remembers which token of which sequence lies in each slot,
-so a lost or overwritten slot shows at once. The model is a function; by default it counts, next token = last token
-+ 1, so a lost or repeated token shows in the output.
+Keeps a mirror of the live sequences and a KV cache that remembers in each slot the token and all that came before
+it, as real keys and values do, so a lost, overwritten or wrongly shared slot shows at once. The model is a
+function; by default it counts, next token = last token + 1, so a lost or repeated token shows in the output.
 """
 
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,12 @@ def count_up(token_ids: Sequence[int], sampling: SamplingSettings) -> int:
     return (token_ids[-1] + 1) % VOCAB_SIZE
 
 
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 class BadPlan(AssertionError):
     """A plan that no rank could carry out. A bug of the engine, so not an `ExecutorFailed`."""
 
@@ -44,12 +51,21 @@ class _Mirrored:
     num_computed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    text: int  # a number for the tokens up to this one
+    token_id: int
+    writer: SequenceId
+
+
 @dataclass(slots=True)
 class ScriptedExecutor:
     """Plans run when their result is taken, so two of them are in flight as truly as with real ranks.
 
-    `die_at_step` fails while that step's result is taken; `die_on_submit` refuses to take that step's plan;
-    `step_time_s` sleeps before each result. The limits are checked when they are given.
+    `die_at_step` fails while that step's result is taken; `die_on_submit` refuses to take that step's plan; both
+    are over with the incarnation. `next_deaths` are the `die_at_step` of later incarnations, in turn.
+    `failing_restarts` of the next restarts fail, and each of them waits for `may_restart`. `step_time_s` sleeps
+    before each result. The limits are checked when they are given.
     """
 
     capacity: Capacity
@@ -57,6 +73,9 @@ class ScriptedExecutor:
     incarnation: int = 0
     die_at_step: int | None = None
     die_on_submit: int | None = None
+    next_deaths: Sequence[int | None] = ()
+    failing_restarts: int = 0
+    may_restart: threading.Event = field(default_factory=_set_event)
     step_time_s: float = 0.0
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -65,19 +84,23 @@ class ScriptedExecutor:
     queued: deque[StepPlan] = field(default_factory=deque)
     executed: list[StepPlan] = field(default_factory=list)
     keep_executed: bool = True
+    num_restarts: int = 0  # those that failed, too
+    num_submitted: int = 0  # plans of this incarnation
     stopped: bool = False
-    _slots: list[tuple[SequenceId, int, int] | None] = field(default_factory=list)
-    _owners: dict[int, SequenceId] = field(default_factory=dict)  # of blocks
-    _num_submitted: int = 0
+    reads: set[tuple[SequenceId, SequenceId]] = field(
+        default_factory=set
+    )  # who found a slot that whom had written
+    _slots: list[_Slot | None] = field(default_factory=list)
+    _holders: Counter[int] = field(default_factory=Counter)  # of blocks
 
     def submit(self, plan: StepPlan) -> None:
         _demand(not self.stopped, "the executor has been stopped")
         if plan.step == self.die_on_submit:
             raise ExecutorFailed(f"scripted: cannot send step {plan.step}")
         _demand(plan.incarnation == self.incarnation, f"incarnation {plan.incarnation}, not {self.incarnation}")
-        _demand(plan.step == self._num_submitted, f"step {plan.step} where {self._num_submitted} is due")
+        _demand(plan.step == self.num_submitted, f"step {plan.step} where {self.num_submitted} is due")
         _demand(len(self.queued) < _MAX_QUEUED_PLANS, f"{_MAX_QUEUED_PLANS} plans are in flight already")
-        self._num_submitted += 1
+        self.num_submitted += 1
         self.queued.append(plan)
 
     def take_result(self, timeout_s: float) -> StepResult:
@@ -94,6 +117,24 @@ class ScriptedExecutor:
             self.executed.append(plan)
         return StepResult(plan.incarnation, plan.step, self._run(plan), StepTimings(forward=1.0))
 
+    def restart(self, cancelled: threading.Event) -> None:
+        _demand(not self.stopped, "the executor has been stopped")
+        self.num_restarts += 1
+        while not self.may_restart.wait(0.001):
+            if cancelled.is_set():
+                raise ExecutorFailed("scripted: the restart was cancelled")
+        if self.failing_restarts:
+            self.failing_restarts -= 1
+            raise ExecutorFailed("scripted: a rank died in the restart")
+        self.incarnation += 1
+        self.die_on_submit = None
+        self.die_at_step, *self.next_deaths = self.next_deaths or [None]
+        self.queued.clear()
+        self.mirror.clear()
+        self._holders.clear()
+        self._slots.clear()
+        self.num_submitted = 0
+
     def stop(self) -> None:
         self.stopped = True
 
@@ -101,7 +142,7 @@ class ScriptedExecutor:
         for sequence_id in plan.ended:
             _demand(sequence_id in self.mirror, f"ended sequence {sequence_id} is not held")
             for block in self.mirror.pop(sequence_id).blocks:
-                del self._owners[block]
+                self._holders[block] -= 1
         for new in plan.new:
             self._add(new)
         rows: tuple[NewSequence | KnownSequence, ...] = plan.new + plan.known
@@ -121,15 +162,23 @@ class ScriptedExecutor:
     def _add(self, new: NewSequence) -> None:
         _demand(new.sequence_id not in self.mirror, f"new sequence {new.sequence_id} is held already")
         _demand(0 < new.num_prompt_tokens <= len(new.token_ids), "the prompt is longer than all tokens")
+        _demand(0 <= new.num_computed_tokens < len(new.token_ids), "no token is left to compute")
         mirrored = _Mirrored(list(new.token_ids), new.sampling, [], new.num_computed_tokens)
         self.mirror[new.sequence_id] = mirrored
-        self._hold(new.sequence_id, mirrored, new.blocks)
+        num_found, rest = divmod(new.num_computed_tokens, self.capacity.block_size)
+        _demand(rest == 0, f"sequence {new.sequence_id} finds {new.num_computed_tokens} tokens, not whole blocks")
+        for block in new.blocks[:num_found]:
+            self._holders[block] += 1
+        mirrored.blocks.extend(new.blocks[:num_found])
+        if self.verify:  # before the step writes anything: what it computes itself it must not claim
+            self._write_and_check(new.sequence_id, mirrored, new.num_computed_tokens, new.num_computed_tokens)
+        self._hold(new.sequence_id, mirrored, new.blocks[num_found:])
 
     def _hold(self, sequence_id: SequenceId, mirrored: _Mirrored, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             _demand(0 <= block < self.capacity.num_blocks, f"block {block} does not exist")
-            _demand(block not in self._owners, f"block {block} of {sequence_id} is held by another sequence")
-            self._owners[block] = sequence_id
+            _demand(self._holders[block] == 0, f"block {block} of {sequence_id} is held by another sequence")
+            self._holders[block] += 1
         mirrored.blocks.extend(blocks)
 
     def _compute(self, sequence_id: SequenceId, num_tokens: int) -> SequenceOutput | None:
@@ -151,12 +200,22 @@ class ScriptedExecutor:
         size = self.capacity.block_size
         if not self._slots:
             self._slots = [None] * (self.capacity.num_blocks * size)
+        text = 0
         for position in range(end):
-            slot = mirrored.blocks[position // size] * size + position % size
-            content = (sequence_id, position, mirrored.token_ids[position])
+            block = mirrored.blocks[position // size]
+            index = block * size + position % size
+            token_id = mirrored.token_ids[position]
+            text = hash((text, token_id))
             if position >= start:
-                self._slots[slot] = content
-            _demand(self._slots[slot] == content, f"slot {slot} holds {self._slots[slot]}, not {content}")
+                _demand(self._holders[block] == 1, f"slot {index} is written, and others read block {block}")
+                self._slots[index] = _Slot(text, token_id, sequence_id)
+            slot = self._slots[index]
+            _demand(
+                slot is not None and slot.text == text,
+                f"slot {index} holds {slot}, not token {token_id} at {position} of sequence {sequence_id}",
+            )
+            if slot is not None and slot.writer != sequence_id:
+                self.reads.add((sequence_id, slot.writer))
 
 
 def _demand(condition: bool, message: str) -> None:

@@ -1,15 +1,19 @@
 """An engine core on a scripted executor, turned by hand: what every test of the engine looks at.
 
 After each turn it checks what must always hold: blocks and queues agree, the ranks' mirror equals the driver's
-state, the oldest sequence makes progress, and no choice gets a delta after its last.
+state, the first sequence in order makes progress, nothing is shared across salts, and no choice gets a delta after
+its last. Ranks that die are restarted.
 """
 
+import threading
 from collections import Counter
 from typing import Any
 
+from cluster.engine.block_hashing import BlockHash, digest
 from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
-from cluster.engine.executor import Capacity
+from cluster.engine.executor import Capacity, ExecutorFailed
+from cluster.engine.prefix_cache import PrefixCache
 from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from tests.fakes.scripted_executor import NextToken, ScriptedExecutor, count_up
 
@@ -17,12 +21,19 @@ Key = tuple[str, int]  # request id, choice
 
 
 def make_request(
-    request_id: str, num_prompt_tokens: int, max_tokens: int | None, *, first: int = 1, **sampling: Any
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    *,
+    first: int = 1,
+    priority: int = 0,
+    salt: str | None = None,
+    **sampling: Any,
 ) -> GenerationRequest:
     """A prompt that counts up from `first`."""
     prompt = tuple(range(first, first + num_prompt_tokens))
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return GenerationRequest(request_id, prompt, params)
+    return GenerationRequest(request_id, prompt, params, priority=priority, cache_salt=salt)
 
 
 def counted(request: GenerationRequest) -> list[int]:
@@ -43,12 +54,15 @@ class Rig:
         max_model_len: int = 1000,
         eos_token_ids: tuple[int, ...] = (),
         next_token: NextToken = count_up,
+        prefix_cache: bool = True,
+        block_hash: BlockHash = digest,
     ) -> None:
         self.config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_steps_in_flight=depth,
+            prefix_cache=prefix_cache,
             eos_token_ids=eos_token_ids,
         )
         self.executor = ScriptedExecutor(
@@ -58,6 +72,9 @@ class Rig:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self.core = EngineCore(self.executor, self.config, clock=lambda: float(len(self.executor.executed)))
+        self.core.scheduler.prefix_cache = PrefixCache(self.core.pool, prefix_cache, block_hash)
+        self.asked: list[GenerationRequest] = []  # by sequence id
+        self.cached: dict[Key, int] = {}  # as the first delta says
         self.tokens: dict[Key, list[int]] = {}
         self.reasons: dict[Key, FinishReason] = {}
         self._last_progress: tuple[object, int] = (None, 0)
@@ -65,15 +82,32 @@ class Rig:
     def add(self, *requests: GenerationRequest) -> None:
         for request in requests:
             self.core.add(request)
+            self.asked += [request] * request.sampling.n
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._collect(self.core.abort(request_id, choice))
 
+    def lose_ranks(self) -> None:
+        """As the engine does on a failure. `resume` must follow."""
+        self.core.lose_ranks()
+        self.core.check_integrity()
+        assert self.core.stats().free_blocks == self.core.stats().total_blocks
+
+    def resume(self) -> None:
+        self.executor.restart(threading.Event())
+        self.core.resume()
+
     def turn(self) -> list[TokenDelta]:
-        deltas = self.core.finish_step(self.core.plan_step())
+        try:
+            deltas = self.core.finish_step(self.core.plan_step())
+        except ExecutorFailed:
+            deltas = []
+            self.lose_ranks()
+            self.resume()
         self._collect(deltas)
         self.core.check_integrity()
         self._check_mirror()
+        self._check_salts()
         self._check_progress()
         return deltas
 
@@ -106,6 +140,8 @@ class Rig:
         for delta in deltas:
             key = (delta.request_id, delta.choice)
             assert key not in self.reasons, f"a delta of {key} after its last"
+            assert delta.num_cached_tokens == 0 or key not in self.tokens, f"{key} is told twice what was cached"
+            self.cached.setdefault(key, delta.num_cached_tokens)
             self.tokens.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
@@ -121,14 +157,20 @@ class Rig:
             assert mirrored.blocks == sequence.blocks
             assert mirrored.num_computed == sequence.num_computed_tokens
 
+    def _check_salts(self) -> None:
+        for reader, writer in self.executor.reads:
+            salts = self.asked[reader].cache_salt, self.asked[writer].cache_salt
+            assert salts[0] == salts[1], f"sequence {reader} reads what {writer} has written, with salts {salts}"
+        self.executor.reads.clear()
+
     def _check_progress(self) -> None:
         scheduler = self.core.scheduler
         live = [*scheduler.running, *scheduler.waiting]
         if not live:
             self._last_progress = (None, 0)
             return
-        oldest = live[0]
-        now = (oldest.sequence_id, len(oldest.token_ids), oldest.num_computed_tokens)
+        first = min(live, key=lambda sequence: sequence.order)
+        now = (first.sequence_id, len(first.token_ids), first.num_computed_tokens)
         before, count = self._last_progress
         self._last_progress = (now, count + 1 if now == before else 0)
-        assert self._last_progress[1] <= self.config.max_steps_in_flight, f"the oldest sequence is stuck: {now}"
+        assert self._last_progress[1] <= self.config.max_steps_in_flight, f"the first sequence is stuck: {now}"

@@ -1,17 +1,19 @@
-"""Any order of submits, aborts and steps, under any limits: every output is what the sequence gives alone.
+"""Any order of submits, aborts, steps and deaths, under any limits: every output is what the sequence gives alone.
 
 The rig checks after each turn that blocks, queues and mirrors agree and that the oldest sequence moves; the
-scripted executor, that no step breaks a budget and no two sequences share a slot.
+scripted executor, that no step breaks a budget, and that each slot a sequence reads holds its own text.
 """
 
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.generation import FinishReason, GenerationRequest
+from cluster.engine.block_hashing import BlockHash, digest
+from cluster.generation import FinishReason, GenerationRequest, SamplingParams
 from tests.cluster.engine.rig import Key, Rig, make_request
 from workers.protocol import SamplingSettings
 
@@ -51,10 +53,44 @@ def check_outputs(rig: Rig, requests: dict[str, GenerationRequest], aborted: set
             assert (tokens, rig.reasons[key]) == (expected, reason)
 
 
+def weak_hash(data: bytes) -> bytes:
+    """Five values only: nearly every text collides with another."""
+    return bytes([digest(data)[0] % 5])
+
+
 def check_preemptions_are_bounded(rig: Rig) -> None:
-    """A preempted sequence comes back only after an older one has ended for good: no thrash, case 46."""
-    ends: dict[int, list[int]] = {}
+    """Between a return and the next preemption, one ahead has grown by a block or started: no thrash, case 46."""
+    orders = [(request.priority, sequence_id) for sequence_id, request in enumerate(rig.asked)]
+    events: list[tuple[int, set[tuple[int, int]]]] = [
+        (
+            plan.incarnation,
+            {orders[row.sequence_id] for row in plan.known if row.new_blocks}
+            | {orders[n.sequence_id] for n in plan.new},
+        )
+        for plan in rig.executor.executed
+    ]
+    came_back: dict[int, int] = {}
+    ended: dict[int, int] = {}
     for step, plan in enumerate(rig.executor.executed):
+        ended |= dict.fromkeys(plan.ended, step)
+        for new in plan.new:
+            left, back = ended.pop(new.sequence_id, None), came_back.get(new.sequence_id)
+            if left is not None and back is not None and events[left][0] == events[back][0]:
+                ahead = {order for _, orders_of_step in events[back + 1 : left + 1] for order in orders_of_step}
+                assert min(ahead, default=orders[new.sequence_id]) < orders[new.sequence_id], (
+                    f"sequence {new.sequence_id} came back at step {back} and left at {left}, and nobody gained"
+                )
+            came_back[new.sequence_id] = step
+
+
+def check_preempted_come_back_for_an_end(rig: Rig) -> None:
+    """Without shared blocks and priorities: a preempted sequence waits until an older one has ended for good."""
+    ends: dict[int, list[int]] = {}
+    incarnation = 0
+    for step, plan in enumerate(rig.executor.executed):
+        if plan.incarnation != incarnation:  # all come back then, and the oldest first
+            incarnation = plan.incarnation
+            ends.clear()
         for sequence_id in plan.ended:
             ends.setdefault(sequence_id, []).append(step)
         for new in plan.new:
@@ -72,8 +108,19 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 8),
         extra_budget=st.integers(0, 24),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        block_hash=st.sampled_from([digest, digest, weak_hash]),
     )
-    def start(self, depth: int, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int) -> None:
+    def start(
+        self,
+        depth: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        prefix_cache: bool,
+        block_hash: BlockHash,
+    ) -> None:
         self.rig = Rig(
             depth=depth,
             num_blocks=num_blocks,
@@ -82,6 +129,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             eos_token_ids=(_EOS,),
             next_token=mixed,
+            prefix_cache=prefix_cache,
+            block_hash=block_hash,
         )
         self.slots = num_blocks * block_size
         self.requests: dict[str, GenerationRequest] = {}
@@ -94,33 +143,91 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         ignore_eos=st.booleans(),
         stops=st.sampled_from([(), (3,), (3, 11)]),
+        first=st.integers(0, 3),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        salt=st.sampled_from([None, None, "", "a"]),
+        reads_cache=st.sampled_from([True, True, False]),
     )
     def submit(
-        self, prompt: int, output: int, n: int, seed: int, ignore_eos: bool, stops: tuple[int, ...]
+        self,
+        prompt: int,
+        output: int,
+        n: int,
+        seed: int,
+        ignore_eos: bool,
+        stops: tuple[int, ...],
+        first: int,
+        priority: int,
+        salt: str | None,
+        reads_cache: bool,
     ) -> None:
         prompt = min(prompt, self.slots)
-        output = min(output, self.slots + 1 - prompt)
-        request = make_request(
-            f"r{len(self.requests)}",
-            prompt,
-            output,
-            first=len(self.requests) % 30,
-            n=n,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stops,
+        self._add(
+            make_request(
+                f"r{len(self.requests)}",
+                prompt,
+                min(output, self.slots + 1 - prompt),
+                first=first,
+                priority=priority,
+                salt=salt,
+                n=n,
+                seed=seed,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stops,
+                prompt_logprobs=None if reads_cache else 0,
+            )
         )
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), more=st.integers(1, 8), same_salt=st.booleans())
+    def next_turn(self, data: st.DataObject, more: int, same_salt: bool) -> None:
+        """A conversation goes on: what was asked, what came back so far, and something new."""
+        before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        text = before.prompt_token_ids + tuple(self.rig.tokens.get((before.request_id, 0), ()))
+        text += tuple(range(more))
+        if len(text) <= self.slots:
+            self._add(
+                GenerationRequest(
+                    f"r{len(self.requests)}",
+                    text,
+                    SamplingParams(max_tokens=min(10, self.slots + 1 - len(text)), seed=len(self.requests)),
+                    cache_salt=before.cache_salt if same_salt else "b",
+                )
+            )
+
+    def _add(self, request: GenerationRequest) -> None:
         self.requests[request.request_id] = request
         self.rig.add(request)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), whole=st.booleans())
     def abort(self, data: st.DataObject, whole: bool) -> None:
+        self._abort(data, whole)
+
+    def _abort(self, data: st.DataObject, whole: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         n = self.requests[request_id].sampling.n
         choice = None if whole else data.draw(st.integers(0, n - 1))
         self.aborted |= {(request_id, index) for index in range(n) if choice in (None, index)}
         self.rig.abort(request_id, choice)
+
+    @rule(after=st.integers(0, 3), on_submit=st.booleans())
+    def die_soon(self, after: int, on_submit: bool) -> None:
+        """In a step that is in flight or still to come, or while its plan is handed out."""
+        executor = self.rig.executor
+        if on_submit:
+            executor.die_on_submit = executor.num_submitted + after
+        else:
+            executor.die_at_step = executor.num_submitted - len(executor.queued) + after
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), whole=st.booleans(), failures=st.integers(0, 2))
+    def abort_while_the_ranks_are_gone(self, data: st.DataObject, whole: bool, failures: int) -> None:
+        self.rig.lose_ranks()
+        self._abort(data, whole)
+        for _ in range(failures):
+            self.rig.lose_ranks()
+        self.rig.resume()
 
     @rule(turns=st.integers(1, 12))
     def step(self, turns: int) -> None:
@@ -150,7 +257,8 @@ TestEngineMachine.settings = settings(
 )
 
 
-def test_thousands_of_steps_in_one_life(depth: int) -> None:
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_thousands_of_steps_in_one_life(depth: int, prefix_cache: bool) -> None:
     """Slow leaks need a long life; this one is under constant pressure for blocks."""
     rig = Rig(
         depth=depth,
@@ -159,6 +267,7 @@ def test_thousands_of_steps_in_one_life(depth: int) -> None:
         max_num_batched_tokens=12,
         eos_token_ids=(_EOS,),
         next_token=mixed,
+        prefix_cache=prefix_cache,
     )
     chance = random.Random(depth)
     requests: dict[str, GenerationRequest] = {}
@@ -178,6 +287,9 @@ def test_thousands_of_steps_in_one_life(depth: int) -> None:
     rig.assert_nothing_left()
     check_outputs(rig, requests, aborted)
     check_preemptions_are_bounded(rig)
+    if not prefix_cache:
+        check_preempted_come_back_for_an_end(rig)
+    assert (rig.core.stats().prefix_cache_hits > 1000) == prefix_cache
     assert rig.core.stats().preemptions > 20
     assert rig.core.stats().finished[FinishReason.STOP] > 20
     assert rig.core.stats().finished[FinishReason.ABORT] > 20

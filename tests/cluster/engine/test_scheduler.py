@@ -76,7 +76,7 @@ def test_the_latest_arrival_is_preempted_and_goes_on_from_its_own_tokens(depth: 
     assert next(plan.ended for plan in rig.executor.executed if plan.ended) == (2,)
     again = [n for plan in rig.executor.executed for n in plan.new if n.num_prompt_tokens < len(n.token_ids)]
     assert {new.sequence_id for new in again} == {1, 2}  # the oldest never gives way
-    assert all(new.num_computed_tokens == 0 for new in again)
+    assert any(new.num_computed_tokens for new in again)  # some of what it had is still there
     rig.assert_nothing_left()
 
 
@@ -128,6 +128,7 @@ def test_case_16_aborting_a_request_ends_all_its_choices(depth: int) -> None:
     rig = Rig(depth=depth, num_blocks=1000)
     rig.add(make_request("r", 5, 900, n=4))
     rig.run_until_first_token("r")
+    rig.turn()
     rig.abort("r", 2)
     assert rig.core.stats().running == 3
     rig.turn()

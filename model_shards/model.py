@@ -17,8 +17,12 @@ class AttentionContext(Protocol):
         query: Tensor,  # [tokens, local query heads, head_dim]
         key: Tensor,  # [tokens, local KV heads, head_dim], rotated
         value: Tensor,  # [tokens, local KV heads, head_dim]
+        window: int | None,
     ) -> Tensor:  # [tokens, local query heads, head_dim]
-        """Write `key` and `value` to the cache of `layer`, then attend causally over each sequence so far."""
+        """Write `key` and `value` to the cache of `layer`, then attend causally over each sequence so far.
+
+        With a `window` a token sees no more than that many keys, the last of them its own.
+        """
         ...
 
 

@@ -38,6 +38,7 @@ class ModelSpec:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     query_key_norm: bool = False  # an RMS norm over each head before the rotation
+    windows: tuple[int | None, ...] = ()  # how many keys a token of each layer sees; empty: no layer has a window
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -60,3 +61,12 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise UnsupportedModel(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise UnsupportedModel(f"{len(self.windows)} attention windows for {self.num_layers} layers")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise UnsupportedModel(f"the attention window is {window}; it must be at least 1")
+
+    def window_of(self, layer: int) -> int | None:
+        """How many keys a token sees in `layer`, its own among them; None: all."""
+        return self.windows[layer] if self.windows else None

@@ -31,6 +31,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
+        self._window = spec.window_of(layer)
         self._num_query_heads = num_query_heads
         self._num_rotated_heads = num_query_heads + num_kv_heads
         self._head_dim = spec.head_dim
@@ -63,7 +64,7 @@ class Attention(nn.Module):
             query, key = self._split(positional)
             positional = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         query, key = self._split(ops.rotate(positional, rotation.cosine, rotation.sine))
-        attended = attention.attend(self._layer, query, key, value)
+        attended = attention.attend(self._layer, query, key, value, self._window)
         output: Tensor = self.output(attended.flatten(1))
         return output
 

@@ -15,6 +15,7 @@ from model_shards.weights.fields import Fields
 from model_shards.weights.gguf_header import GgufHeader
 from model_shards.weights.rope_config import read_rope_config
 from model_shards.weights.safetensors_index import find_tensors, has_weights
+from model_shards.weights.window_config import read_windows
 
 _CLASSES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": "llama",
@@ -61,7 +62,6 @@ def folder_spec(folder: Path) -> ModelSpec:
     config = Fields(file, _read_json(file))
     architecture = _architecture_of(config)
     _refuse_others(config, _ONLY_VALUES)
-    _refuse_sliding_window(config, architecture)
     rope = read_rope_config(config, _DEFAULT_THETA)
     query_heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
@@ -84,6 +84,7 @@ def folder_spec(folder: Path) -> ModelSpec:
         output_bias=attention_bias,
         mlp_bias=architecture == "llama" and bool(config.flag("mlp_bias")),
         query_key_norm=architecture == "qwen3",
+        windows=read_windows(config, architecture, rope.max_positions),
         bos_token_id=config.optional_integer("bos_token_id"),
         eos_token_ids=_eos_token_ids(folder, config),
     )
@@ -161,16 +162,6 @@ def _refuse_others(fields: Fields, only: Mapping[str, tuple[object, ...]]) -> No
         value = fields.values.get(key, values[0])
         if value not in values:
             raise UnsupportedModel(f"{fields.file}: {key} = {value!r} is not supported")
-
-
-def _refuse_sliding_window(config: Fields, architecture: Architecture) -> None:
-    layer_types = config.values.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModel(f"{config.file}: layer_types other than full_attention are not supported")
-    window = config.optional_integer("sliding_window")
-    used = architecture == "mistral" or bool(config.flag("use_sliding_window"))
-    if used and window is not None and window < config.integer("max_position_embeddings"):
-        raise UnsupportedModel(f"{config.file}: sliding_window = {window} is not supported")
 
 
 def _is_tied(folder: Path, config: Fields) -> bool:

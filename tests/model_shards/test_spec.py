@@ -23,3 +23,12 @@ def test_sizes_are_positive() -> None:
         dataclasses.replace(SMOLLM2, num_layers=0)
     with pytest.raises(UnsupportedModel, match="num_kv_heads is -1"):
         dataclasses.replace(SMOLLM2, num_kv_heads=-1)
+
+
+def test_windows_belong_to_layers() -> None:
+    assert SMOLLM2.window_of(3) is None
+    windows = (128, *[None] * (SMOLLM2.num_layers - 1))
+    spec = dataclasses.replace(SMOLLM2, windows=windows)
+    assert (spec.window_of(0), spec.window_of(1)) == (128, None)
+    with pytest.raises(UnsupportedModel, match="29 attention windows for 30 layers"):
+        dataclasses.replace(SMOLLM2, windows=windows[1:])

@@ -11,12 +11,17 @@ number of rows.
 Decodes share calls: those whose contexts reach a chunk, a few at a time, so that what was gathered from the
 cache is read while it is still near the core.
 
+Under a sliding window the keys before a token's window are masked as well, and a chunk that lies before the
+windows of all its tokens is not read. Every row of a call sees at least one key of its chunk.
+
 Knows KV blocks and shapes; knows nothing of sequences, models or sampling.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,15 +42,18 @@ class _DecodeCall:
     chunk: int
     start: int
     stop: int
+    is_first: bool  # for each of them the first chunk that it sees
     rows: Tensor  # for KvCache.gather
     mask: Tensor  # [stop - start, 1, 1, chunk keys]
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptCall:
-    """One kernel call over the query tokens from `first_token` on of one sequence, for one chunk."""
+    """One kernel call over the query tokens [first_token, stop_token) of one sequence, for one chunk."""
 
     first_token: int
+    stop_token: int
+    is_first: bool
     rows: Tensor
     mask: Tensor  # [1, 1, folded rows or 1, chunk keys]
 
@@ -56,6 +64,14 @@ class _Prompt:
 
     query: QueryRange
     calls: tuple[_PromptCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All kernel calls of one layer."""
+
+    decode_calls: tuple[_DecodeCall, ...]
+    prompts: tuple[_Prompt, ...]
 
 
 class PagedAttention:
@@ -78,10 +94,15 @@ class PagedAttention:
         )
 
     def prepare(self, metadata: AttentionMetadata) -> "StepAttention":
-        """Plan the kernel calls of one step."""
-        num_decodes = metadata.num_decodes
-        prompts = [self._plan_prompt(metadata, index) for index in range(num_decodes, len(metadata.queries))]
-        return StepAttention(self, metadata, self._plan_decodes(metadata), prompts)
+        return StepAttention(self, metadata)
+
+    def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+        """The kernel calls of one step, for the layers with that window."""
+        prompts = [
+            self._plan_prompt(metadata, index, window)
+            for index in range(metadata.num_decodes, len(metadata.queries))
+        ]
+        return _Plan(tuple(self._plan_decodes(metadata, window)), tuple(prompts))
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the gathered chunks, each [sequences, KV heads, chunk keys, head_dim] in float32."""
@@ -90,38 +111,46 @@ class PagedAttention:
         both = gathered.view(2, -1, cache.num_heads, self.chunk_tokens, cache.head_dim).float()
         return both[0], both[1]
 
-    def _plan_decodes(self, metadata: AttentionMetadata) -> list[_DecodeCall]:
+    def _plan_decodes(self, metadata: AttentionMetadata, window: int | None) -> list[_DecodeCall]:
         if metadata.num_decodes == 0:
             return []
         contexts = np.array([query.context for query in metadata.queries[: metadata.num_decodes]])
+        begins = _begin_of_window(contexts, window)
         tables = torch.from_numpy(metadata.block_tables)
         calls = []
-        for chunk in range(-(-int(contexts[0]) // self.chunk_tokens)):
-            left = contexts - chunk * self.chunk_tokens
-            reaching = int(np.count_nonzero(left > 0))
-            masks = self._mask(torch.from_numpy(left[:reaching])).view(reaching, 1, 1, self.chunk_tokens)
+        for chunk in range(int(begins[-1]) // self.chunk_tokens, -(-int(contexts[0]) // self.chunk_tokens)):
+            # Contexts fall, so the decodes that still reach the chunk and those whose windows lie behind it are
+            # at the two ends.
+            origin = chunk * self.chunk_tokens
+            beyond = int(np.count_nonzero(begins >= origin + self.chunk_tokens))
+            reaching = int(np.count_nonzero(contexts > origin))
+            masks = self._mask(contexts[:reaching] - origin, begins[:reaching] - origin)[:, None, None]
             blocks = self._blocks_of_chunk(tables, chunk)
-            for start in range(0, reaching, self.decodes_per_call):
+            for start in range(beyond, reaching, self.decodes_per_call):
                 stop = min(start + self.decodes_per_call, reaching)
                 rows = self.cache.block_rows(blocks[start:stop])
-                calls.append(_DecodeCall(chunk, start, stop, rows, masks[start:stop]))
+                is_first = bool(begins[stop - 1] >= origin)
+                calls.append(_DecodeCall(chunk, start, stop, is_first, rows, masks[start:stop]))
         return calls
 
-    def _plan_prompt(self, metadata: AttentionMetadata, index: int) -> _Prompt:
+    def _plan_prompt(self, metadata: AttentionMetadata, index: int, window: int | None) -> _Prompt:
         query = metadata.queries[index]
         table = torch.from_numpy(metadata.block_tables[index : index + 1])
+        contexts = np.arange(query.context - query.count, query.context) + 1
+        begins = _begin_of_window(contexts, window)
         calls = []
-        for chunk in range(-(-query.context // self.chunk_tokens)):
-            begin = chunk * self.chunk_tokens
-            position = query.context - query.count
-            first_token = max(0, begin - position)  # tokens before it see nothing of this chunk
-            if position + first_token >= begin + self.chunk_tokens - 1:
+        for chunk in range(int(begins[0]) // self.chunk_tokens, -(-query.context // self.chunk_tokens)):
+            origin = chunk * self.chunk_tokens
+            end = origin + self.chunk_tokens
+            first = int(np.count_nonzero(contexts <= origin))  # tokens before it see nothing of this chunk,
+            stop = int(np.count_nonzero(begins < end))  # and from here on the window lies behind it
+            if contexts[first] >= end and begins[stop - 1] <= origin:
                 mask = torch.zeros((1, 1, 1, self.chunk_tokens))
             else:
-                visible = torch.arange(position + first_token + 1 - begin, query.context + 1 - begin)
-                mask = self._mask(self._pad_rows(visible.repeat_interleave(self.group_size)))[None, None]
+                seen = [self._by_row(bounds[first:stop] - origin) for bounds in (contexts, begins)]
+                mask = self._mask(*seen)[None, None]
             rows = self.cache.block_rows(self._blocks_of_chunk(table, chunk))
-            calls.append(_PromptCall(first_token, rows, mask))
+            calls.append(_PromptCall(first, stop, bool(begins[first] >= origin), rows, mask))
         return _Prompt(query, tuple(calls))
 
     def _blocks_of_chunk(
@@ -137,32 +166,36 @@ class PagedAttention:
 
     def _mask(
         self,
-        visible: Tensor,  # [rows]: how many keys of the chunk each row sees
+        stops: npt.NDArray[np.int64],  # [rows]
+        starts: npt.NDArray[np.int64],  # [rows]
     ) -> Tensor:  # [rows, chunk keys]
-        hidden = torch.arange(self.chunk_tokens) >= visible[:, None]
+        """Each row sees the keys [start, stop) of the chunk."""
+        keys = torch.arange(self.chunk_tokens)
+        hidden = keys >= torch.from_numpy(stops)[:, None]
+        if starts.max() > 0:
+            hidden |= keys < torch.from_numpy(starts)[:, None]
         return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
-    def _pad_rows(self, rows: Tensor) -> Tensor:
-        """Repeat the last row until their number is a multiple of four."""
-        missing = -len(rows) % _ROW_MULTIPLE
-        return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
+    def _by_row(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """One value a token -> one a folded row, the last repeated until their number is a multiple of four."""
+        rows = tokens.repeat(self.group_size)
+        return np.pad(rows, (0, -len(rows) % _ROW_MULTIPLE), mode="edge")
+
+
+def _begin_of_window(contexts: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
+    """The first key that a token sees, by how many there are up to itself."""
+    return np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
 
 
 class StepAttention:
-    """The `AttentionContext` of one step."""
+    """The `AttentionContext` of one step. What is the same for all layers of one window is worked out once."""
 
-    def __init__(
-        self,
-        attention: PagedAttention,
-        metadata: AttentionMetadata,
-        decode_calls: list[_DecodeCall],
-        prompts: list[_Prompt],
-    ) -> None:
+    def __init__(self, attention: PagedAttention, metadata: AttentionMetadata) -> None:
         self._attention = attention
         self._cache = attention.cache
+        self._metadata = metadata
         self._num_decodes = metadata.num_decodes
-        self._decode_calls = decode_calls
-        self._prompts = prompts
+        self._plans: dict[int | None, _Plan] = {}
         self._slots = attention.cache.token_rows(metadata.slots)
         self._scale = attention.cache.head_dim**-0.5
 
@@ -172,33 +205,37 @@ class StepAttention:
         query: Tensor,  # [tokens, local query heads, head_dim]
         key: Tensor,  # [tokens, local KV heads, head_dim], rotated
         value: Tensor,  # [tokens, local KV heads, head_dim]
+        window: int | None,
     ) -> Tensor:  # [tokens, local query heads, head_dim]
         """Store `key` and `value`, then attend causally over each sequence so far."""
+        if window not in self._plans:
+            self._plans[window] = self._attention.plan(self._metadata, window)
+        plan = self._plans[window]
         self._cache.write(layer, self._slots, key, value)
         out = torch.empty_like(query)
-        if self._decode_calls:
-            self._attend_decodes(layer, query[: self._num_decodes], out[: self._num_decodes])
-        for prompt in self._prompts:
+        if plan.decode_calls:
+            self._attend_decodes(layer, plan.decode_calls, query[: self._num_decodes], out[: self._num_decodes])
+        for prompt in plan.prompts:
             tokens = slice(prompt.query.first, prompt.query.first + prompt.query.count)
             self._attend_prompt(layer, prompt, query[tokens], out[tokens])
         return out
 
-    def _attend_decodes(self, layer: int, query: Tensor, out: Tensor) -> None:
+    def _attend_decodes(self, layer: int, calls: Sequence[_DecodeCall], query: Tensor, out: Tensor) -> None:
         heads, group_size = self._cache.num_heads, self._attention.group_size
         folded = query.float().view(-1, heads, group_size, self._cache.head_dim)
         padding = -group_size % _ROW_MULTIPLE
         if padding:
             folded = torch.nn.functional.pad(folded, (0, 0, 0, padding))
-        several_chunks = self._decode_calls[-1].chunk > 0
+        several_chunks = calls[0].chunk < calls[-1].chunk
         total = _Joined(folded.shape) if several_chunks else None
-        for call in self._decode_calls:
+        for call in calls:
             result, weight = self._kernel(layer, folded[call.start : call.stop], call.rows, call.mask)
             if total is None:
                 out[call.start : call.stop].view(-1, heads, group_size, self._cache.head_dim).copy_(
                     result[:, :, :group_size]
                 )
             else:
-                total.add(slice(call.start, call.stop), slice(None), result, weight, first=call.chunk == 0)
+                total.add(slice(call.start, call.stop), slice(None), result, weight, first=call.is_first)
         if total is not None:
             out.view(-1, heads, group_size, self._cache.head_dim).copy_(total.result()[:, :, :group_size])
 
@@ -210,12 +247,14 @@ class StepAttention:
         by_head = folded[0, :, :num_rows].view(heads, -1, group_size, head_dim)
         by_head.copy_(query.view(-1, heads, group_size, head_dim).transpose(0, 1))
         total = _Joined(folded.shape) if len(prompt.calls) > 1 else None
-        for chunk, call in enumerate(prompt.calls):
-            first = call.first_token * group_size
-            stop = first + -(-(num_rows - first) // _ROW_MULTIPLE) * _ROW_MULTIPLE
-            result, weight = self._kernel(layer, folded[:, :, first:stop], call.rows, call.mask)
+        for call in prompt.calls:
+            first, stop = call.first_token * group_size, call.stop_token * group_size
+            padded_stop = stop + -(stop - first) % _ROW_MULTIPLE
+            result, weight = self._kernel(layer, folded[:, :, first:padded_stop], call.rows, call.mask)
             if total is not None:
-                total.add(slice(None), slice(first, stop), result, weight, first=chunk == 0)
+                rows = slice(first, stop)  # the padding may be rows that this chunk is not for
+                seen = slice(0, stop - first)
+                total.add(slice(None), rows, result[:, :, seen], weight[:, :, seen], first=call.is_first)
         joined = result if total is None else total.result()
         by_token = joined[0, :, :num_rows].view(heads, -1, group_size, head_dim).transpose(0, 1)
         out.view(-1, heads, group_size, head_dim).copy_(by_token)
@@ -238,14 +277,14 @@ class _Joined:
     def __init__(self, shape: torch.Size) -> None:
         self._numerator = torch.zeros(shape)
         self._denominator = torch.ones((*shape[:-1], 1))
-        self._greatest = torch.zeros((*shape[:-1], 1))
+        self._greatest = torch.full((*shape[:-1], 1), -torch.inf)
 
     def add(self, sequences: slice, rows: slice, result: Tensor, weight: Tensor, *, first: bool) -> None:
         numerator = self._numerator[sequences, :, rows]
         denominator = self._denominator[sequences, :, rows]
         greatest = self._greatest[sequences, :, rows]
         weight = weight.contiguous().unsqueeze(-1)
-        if first:
+        if first:  # what the rest comes to for a row of nothing, with fewer operations
             numerator.copy_(result)
             greatest.copy_(weight)
             return

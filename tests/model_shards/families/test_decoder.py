@@ -43,8 +43,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "mistral": ("mistral", {}),
+    "mistral, sliding window": ("mistral", {"sliding_window": 5}),
+    "mistral, window of 1": ("mistral", {"sliding_window": 1, "num_key_value_heads": 1}),
     "qwen2": ("qwen2", {"head_dim": ...}),
     "qwen2, tied": ("qwen2", {"head_dim": ..., "tie_word_embeddings": True}),
+    "qwen2, sliding window in one layer": (
+        "qwen2",
+        {"head_dim": ..., "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
 }
@@ -150,7 +156,7 @@ def test_a_token_has_the_same_bits_in_any_chunk(
 class _ValuesOnly:
     """Attention of each token to itself: what is left of a layer is what this package computes."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         ratio = query.shape[1] // key.shape[1]
         return (value + key).repeat_interleave(ratio, dim=1) + query
 

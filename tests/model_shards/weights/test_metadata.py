@@ -29,6 +29,13 @@ LLAMA: dict[str, Any] = {
 }
 
 
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 128,
+}
+
+
 def spec_of(folder: Path, config: dict[str, Any] | None = None, **overrides: Any) -> ModelSpec:
     merged = {**LLAMA, **(config or {}), **overrides}
     text = json.dumps({key: value for key, value in merged.items() if value is not ...})
@@ -119,9 +126,12 @@ def test_generation_config_has_the_first_word_on_the_end(tmp_path: Path) -> None
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = {'quant_method': 'awq'}"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window = 128"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window = 128"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window is not supported for llama"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({**QWEN2, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types = .*chunked"),
+        ({**QWEN2, "layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
+        ({**QWEN2, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "is not set"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "the attention window is 0"),
         ({"num_attention_heads": 5}, "5 query heads do not divide over 2 KV heads"),
         ({"head_dim": 15}, "head_dim is 15"),
     ],
@@ -131,8 +141,24 @@ def test_what_we_do_not_run_is_refused_by_name(tmp_path: Path, overrides: dict[s
         spec_of(tmp_path, overrides)
 
 
-def test_a_window_as_wide_as_the_context_changes_nothing(tmp_path: Path) -> None:
-    assert spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512).architecture == "mistral"
+@pytest.mark.parametrize(
+    ("overrides", "windows"),
+    [
+        ({"sliding_window": 128}, (128, 128)),
+        ({"sliding_window": 512}, ()),  # as wide as the context: changes nothing
+        ({"sliding_window": None}, ()),
+        ({"max_position_embeddings": 8192}, (4096, 4096)),  # what an absent key means for this family
+        ({**QWEN2}, ()),  # by default only the layers from 28 on
+        ({**QWEN2, "max_window_layers": 1}, (None, 128)),
+        ({**QWEN2, "max_window_layers": 0}, (128, 128)),
+        ({**QWEN2, "max_window_layers": 0, "use_sliding_window": False}, ()),
+        ({**QWEN2, "layer_types": ["sliding_attention", "full_attention"]}, (128, None)),
+        ({**QWEN2, "architectures": ["Qwen3ForCausalLM"], "max_window_layers": 1}, (None, 128)),
+    ],
+)
+def test_windows_of_layers(tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    spec = spec_of(tmp_path, {"architectures": ["MistralForCausalLM"], **overrides})
+    assert spec.windows == windows
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ class Shape:
 class Stream:
     """One sequence's queries, keys and values, and what dense attention makes of them."""
 
-    def __init__(self, shape: Shape, num_tokens: int, blocks: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, shape: Shape, num_tokens: int, blocks: Sequence[int], seed: int, window: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(heads: int) -> Tensor:
@@ -37,11 +39,16 @@ class Stream:
             drawn, (shape.num_local_query_heads, shape.num_local_kv_heads, shape.num_local_kv_heads)
         )
         self.blocks = list(blocks)
-        self.expected = PlainAttention().attend(0, self.query, self.key, self.value)
+        self.expected = PlainAttention().attend(0, self.query, self.key, self.value, window)
 
 
 def attend(
-    attention: PagedAttention, streams: Sequence[Stream], spans: Sequence[tuple[int, int]], layer: int = 1
+    attention: PagedAttention,
+    streams: Sequence[Stream],
+    spans: Sequence[tuple[int, int]],
+    *,
+    window: int | None = None,
+    layer: int = 1,
 ) -> list[Tensor]:
     """One step that computes tokens [start, end) of each stream; decodes first, as the packer orders them."""
     size = attention.cache.block_size
@@ -60,7 +67,7 @@ def attend(
     def packed(name: str) -> Tensor:
         return torch.cat([getattr(streams[i], name)[slice(*spans[i])] for i in order])
 
-    out = context.attend(layer, packed("query"), packed("key"), packed("value"))
+    out = context.attend(layer, packed("query"), packed("key"), packed("value"), window)
     parts = dict(zip(order, torch.split(out, [query.count for query in queries]), strict=True))
     return [parts[i] for i in range(len(spans))]
 
@@ -70,32 +77,89 @@ def make_attention(shape: Shape, num_blocks: int, block_size: int) -> PagedAtten
     return PagedAttention(cache, shape.num_local_query_heads)
 
 
+def attend_in_random_chunks(
+    attention: PagedAttention, streams: Sequence[Stream], window: int | None, seed: int
+) -> list[Tensor]:
+    """What attention gives for each whole stream, the last token of each as a decode, whatever came before."""
+    lengths = [len(stream.key) for stream in streams]
+    found: list[list[Tensor]] = [[] for _ in streams]
+    done = [0] * len(streams)
+    source = torch.Generator().manual_seed(seed)
+    while any(place < length for place, length in zip(done, lengths, strict=True)):
+        step = [i for i, length in enumerate(lengths) if done[i] < length]
+        sizes = [int(torch.randint(1, 300, (), generator=source)) for _ in step]
+        ends = [max(done[i] + 1, min(done[i] + size, lengths[i] - 1)) for i, size in zip(step, sizes, strict=True)]
+        spans = [(done[i], end) for i, end in zip(step, ends, strict=True)]
+        parts = attend(attention, [streams[i] for i in step], spans, window=window)
+        for i, part, end in zip(step, parts, ends, strict=True):
+            found[i].append(part)
+            done[i] = end
+    return [torch.cat(parts) for parts in found]
+
+
+def make_streams(shape: Shape, block_size: int, window: int | None = None) -> list[Stream]:
+    blocks = torch.randperm(200, generator=torch.Generator().manual_seed(0)).tolist()
+    return [
+        Stream(shape, length, [blocks.pop() for _ in range(-(-length // block_size))], seed, window)
+        for seed, length in enumerate([1, 7, 255, 256, 257, 513, 600])
+    ]
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (6, 2), (3, 1), (2, 1), (1, 1), (4, 4), (8, 1), (10, 2)])
 @pytest.mark.parametrize("block_size", [16, 24, 300])
 def test_equals_dense_attention(heads: int, kv_heads: int, block_size: int) -> None:
     shape = Shape(heads, kv_heads, head_dim=16)
-    lengths = [1, 7, 255, 256, 257, 513, 600]
-    blocks = torch.randperm(200, generator=torch.Generator().manual_seed(0)).tolist()
-    streams = [
-        Stream(shape, length, [blocks.pop() for _ in range(-(-length // block_size))], seed)
-        for seed, length in enumerate(lengths)
+    streams = make_streams(shape, block_size)
+    found = attend_in_random_chunks(make_attention(shape, 200, block_size), streams, None, seed=1)
+    for stream, result in zip(streams, found, strict=True):
+        torch.testing.assert_close(result, stream.expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 255, 256, 257, 300, 599, 600])
+@pytest.mark.parametrize(("heads", "kv_heads", "block_size"), [(6, 2, 16), (9, 3, 24), (5, 5, 300)])
+def test_a_window_equals_dense_attention(heads: int, kv_heads: int, block_size: int, window: int) -> None:
+    shape = Shape(heads, kv_heads, head_dim=16)
+    streams = make_streams(shape, block_size, window)
+    found = attend_in_random_chunks(make_attention(shape, 200, block_size), streams, window, seed=1)
+    for stream, result in zip(streams, found, strict=True):
+        torch.testing.assert_close(result, stream.expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
+def test_a_token_has_the_same_bits_in_any_batch_and_chunk(window: int | None) -> None:
+    shape = Shape(9, 3, head_dim=16)
+    streams = make_streams(shape, 16)
+    alone = [
+        attend_in_random_chunks(make_attention(shape, 200, 16), [stream], window, seed=number)[0]
+        for number, stream in enumerate(streams)
     ]
-    attention = make_attention(shape, 200, block_size)
-    found: list[list[Tensor]] = [[] for _ in streams]
-    done = [0] * len(streams)
-    source = torch.Generator().manual_seed(1)
-    while any(place < length for place, length in zip(done, lengths, strict=True)):
-        step = [i for i, length in enumerate(lengths) if done[i] < length]
-        sizes = [int(torch.randint(1, 300, (), generator=source)) for _ in step]
-        # The last token of a stream is a decode, whatever came before.
-        ends = [max(done[i] + 1, min(done[i] + size, lengths[i] - 1)) for i, size in zip(step, sizes, strict=True)]
-        spans = [(done[i], end) for i, end in zip(step, ends, strict=True)]
-        for i, part in zip(step, attend(attention, [streams[i] for i in step], spans), strict=True):
-            found[i].append(part)
-        for i, (_, end) in zip(step, spans, strict=True):
-            done[i] = end
-    for stream, parts in zip(streams, found, strict=True):
-        torch.testing.assert_close(torch.cat(parts), stream.expected, rtol=1e-5, atol=1e-5)
+    for seed in range(2):
+        together = attend_in_random_chunks(make_attention(shape, 200, 16), streams, window, seed=seed)
+        assert all(torch.equal(left, right) for left, right in zip(alone, together, strict=True))
+
+
+def test_chunks_before_every_window_are_not_read() -> None:
+    shape = Shape(4, 2, head_dim=16)
+    attention = make_attention(shape, 200, 16)
+    streams = make_streams(shape, 16, window=64)[-2:]  # 513 and 600 tokens
+    for start, end in [(0, 512), (512, 513)]:
+        attend(attention, streams, [(start, end), (start, end + 87)], window=64)
+    for stream in streams:
+        for block in stream.blocks[1 : 256 // 16]:  # the first stands in where a sequence has no block yet
+            attention.cache.layers[1][:, :, block] = torch.nan
+    found = attend(attention, streams, [(512, 513), (599, 600)], window=64)
+    for stream, result in zip(streams, found, strict=True):
+        torch.testing.assert_close(result[0], stream.expected[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_one_step_may_have_different_windows() -> None:
+    shape = Shape(4, 2, head_dim=16)
+    attention = make_attention(shape, 2, 16)
+    streams = {window: Stream(shape, 20, [1, 0], 0, window) for window in (None, 3)}
+    step = attention.prepare(AttentionMetadata(torch.arange(20), (QueryRange(0, 20, 20),), 0, np.array([[0, 1]])))
+    for layer, (window, stream) in enumerate(streams.items()):
+        found = step.attend(layer, stream.query, stream.key, stream.value, window)
+        torch.testing.assert_close(found, stream.expected, rtol=1e-5, atol=1e-5)
 
 
 def test_more_decodes_than_one_call_holds() -> None:

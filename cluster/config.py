@@ -47,9 +47,14 @@ class ClusterConfig(BaseModel):
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step at the most")
     max_waiting_requests: int = Field(512, ge=1, description="more than this many waiting: 429")
     max_steps_in_flight: int = Field(2, ge=1, le=2)
+    prefix_cache: bool = Field(True, description="compute equal beginnings of prompts once")
     batch_invariant: bool = Field(True, description="equal bits for a sequence in any batch")
     step_deadline_s: float = Field(60.0, gt=0, description="a step that takes longer is a failure")
     start_deadline_s: float = Field(600.0, gt=0, description="placing, loading and connecting the ranks")
+    max_recoveries: int = Field(
+        5, ge=0, description="restarts of lost ranks within `recovery_window_s`; one more ends the replica"
+    )
+    recovery_window_s: float = Field(300.0, gt=0)
     drain_deadline_s: float = Field(60.0, ge=0, description="running streams get this long after SIGTERM")
 
     @model_validator(mode="after")

@@ -61,6 +61,7 @@ def generate(
     kv_cache_memory: options.KvCacheMemory = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    prefix_cache: options.PrefixCache = None,
     config: options.ConfigFile = None,
 ) -> None:
     """Generate without a server: from --prompt to the terminal, or from --input to --output."""
@@ -78,6 +79,7 @@ def generate(
             "kv_cache_memory": kv_cache_memory,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "prefix_cache": prefix_cache,
         }
         sampling = {
             "max_tokens": max_tokens,

@@ -47,6 +47,14 @@ MaxNumSeqs = Annotated[
 MaxNumBatchedTokens = Annotated[
     int | None, typer.Option(help="Tokens in one step at the most.  [default: 512]", show_default=False)
 ]
+PrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Compute equal beginnings of prompts once.  [default: yes]",
+        show_default=False,
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -30,6 +30,7 @@ def serve(
     kv_cache_memory: options.KvCacheMemory = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    prefix_cache: options.PrefixCache = None,
     max_waiting_requests: Annotated[
         int | None, typer.Option(help="More waiting than this: 429.  [default: 512]", show_default=False)
     ] = None,
@@ -68,6 +69,7 @@ def serve(
             "kv_cache_memory": kv_cache_memory,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "prefix_cache": prefix_cache,
             "max_waiting_requests": max_waiting_requests,
             "drain_deadline_s": drain_deadline_s,
             "address": address,

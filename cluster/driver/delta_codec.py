@@ -12,7 +12,7 @@ import msgpack
 from cluster.errors import Unavailable
 from cluster.generation import FinishReason, TokenDelta
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,25 @@ def decode(data: bytes) -> DriverMessage:
 
 def _pack_deltas(deltas: Sequence[TokenDelta]) -> list[tuple[object, ...]]:
     return [
-        (d.request_id, d.choice, d.token_ids, d.finish_reason and d.finish_reason.value, d.error) for d in deltas
+        (
+            d.request_id,
+            d.choice,
+            d.token_ids,
+            d.finish_reason and d.finish_reason.value,
+            d.error,
+            d.num_cached_tokens,
+        )
+        for d in deltas
     ]
 
 
 def _unpack_delta(
-    request_id: str, choice: int, token_ids: list[int], finish_reason: str | None, error: str | None
+    request_id: str,
+    choice: int,
+    token_ids: list[int],
+    finish_reason: str | None,
+    error: str | None,
+    num_cached_tokens: int,
 ) -> TokenDelta:
     finished = None if finish_reason is None else FinishReason(finish_reason)
-    return TokenDelta(request_id, choice, tuple(token_ids), finished, error)
+    return TokenDelta(request_id, choice, tuple(token_ids), finished, error, num_cached_tokens=num_cached_tokens)

@@ -150,6 +150,9 @@ def engine_config(config: ClusterConfig, model: ServedModel) -> EngineConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting_requests=config.max_waiting_requests,
         max_steps_in_flight=config.max_steps_in_flight,
+        prefix_cache=config.prefix_cache,
         step_deadline_s=config.step_deadline_s,
+        max_recoveries=config.max_recoveries,
+        recovery_window_s=config.recovery_window_s,
         eos_token_ids=model.eos_token_ids,
     )

@@ -34,6 +34,16 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert (config.model, config.tensor_parallel_size, config.max_num_seqs) == ("other", 3, 8)
 
 
+def test_a_switch_that_is_given_wins_and_one_that_is_not_given_leaves_the_file(tmp_path: Path) -> None:
+    file = _file(tmp_path, "model: m\nprefix_cache: false\n")
+    assert [cluster_config({"prefix_cache": given}, file).prefix_cache for given in (None, True, False)] == [
+        False,
+        True,
+        False,
+    ]
+    assert cluster_config({"model": "m"}, None).prefix_cache
+
+
 def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
     assert cluster_config({"model": "m"}, _file(tmp_path, "# nothing\n")).model == "m"
 

@@ -15,6 +15,7 @@ _deltas = st.builds(
     token_ids=st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     error=st.none() | st.text(max_size=20),
+    num_cached_tokens=st.integers(0, 2**31),
 )
 
 

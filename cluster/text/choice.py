@@ -49,10 +49,7 @@ class ChoiceText:
         if delta.finish_reason is None and not self._token_by_token:
             return self._gain(delta, self._detokenizer.push(delta.token_ids), delta.token_ids)
         _raise_if_given_up(delta)
-        num_shown = len(delta.token_ids)
-        if delta.finish_reason is FinishReason.STOP and not self._shows_stop:
-            num_shown -= 1
-        text, num_pushed = self._push_tokens(delta, num_shown)
+        text, num_pushed = self._push_tokens(delta, self._num_shown(delta))
         if self._matcher.matched is not None:
             return self._matched(delta, text, delta.token_ids[:num_pushed])
         if delta.finish_reason is None:
@@ -62,6 +59,12 @@ class ChoiceText:
             return self._matched(delta, text, delta.token_ids)
         text += self._matcher.finish()
         return self._gain(delta, text, delta.token_ids, delta.finish_reason, self._stop_token(delta))
+
+    def _num_shown(self, delta: TokenDelta) -> int:
+        """All but the token that stops; where stops are shown, all but the model's own end of sequence."""
+        stops = delta.finish_reason is FinishReason.STOP
+        hidden = stops and not (self._shows_stop and self._stop_token(delta) is not None)
+        return len(delta.token_ids) - hidden
 
     def _push_tokens(self, delta: TokenDelta, num_shown: int) -> tuple[str, int]:
         """The text that the first `num_shown` tokens release, and how many were pushed until a stop string."""

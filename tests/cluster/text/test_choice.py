@@ -160,6 +160,8 @@ def test_the_token_that_stops_has_a_logprob_only_where_it_is_shown() -> None:
     assert [logprob.token_id for logprob in hidden.logprobs] == [*b"hi"]
     assert (shown.text, shown.stop_reason) == ("hi!", 33)
     assert [logprob.token_id for logprob in shown.logprobs] == [*b"hi!"]
+    end = choice(logprobs=0, include_stop_str_in_output=True).push(delta([*b"hi", EOS_ID], STOP))
+    assert end == hidden, "the model's own end is none of the stops that a user asked to see"
 
 
 def test_a_stop_string_may_be_shown() -> None:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cluster.application import build
     from cluster.client import Client
-    from cluster.generation import SamplingParams
+    from cluster.generation import RequestOptions, SamplingParams
     from cluster.llm import LLM
 
-__all__ = ["LLM", "Client", "SamplingParams", "build"]
+__all__ = ["LLM", "Client", "RequestOptions", "SamplingParams", "build"]
 
 _HOMES = {
     "Client": "cluster.client",
     "LLM": "cluster.llm",
+    "RequestOptions": "cluster.generation",
     "SamplingParams": "cluster.generation",
     "build": "cluster.application",
 }

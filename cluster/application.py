@@ -25,7 +25,7 @@ from cluster.driver.driver import Driver, GroupStarter
 from cluster.driver.handle import ServeDriverHandle
 from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers, resolve_device
 from cluster.errors import StartupFailed, Unavailable
-from cluster.generation import Completion, SamplingParams, TextDelta
+from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
 from cluster.ingress.app import build_app
 from cluster.launch import start_log
 from cluster.text.chat_template import ChatMessage, load_chat_template
@@ -103,24 +103,30 @@ class IngressReplica:
         """
         return await self._connection.drain(deadline_s)
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        request = await self._completer.prepare(_new_id(), prompt, sampling)
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions | None = None
+    ) -> Completion:
+        request = await self._completer.prepare(_new_id(), prompt, sampling, options=options)
         return await self._completer.complete(request)
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Completion:
-        request = await self._completer.prepare_chat(_new_id(), messages, sampling)
+    async def chat(
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, options: RequestOptions | None = None
+    ) -> Completion:
+        request = await self._completer.prepare_chat(_new_id(), messages, sampling, options)
         return await self._completer.complete(request)
 
-    async def stream(self, prompt: Prompt, sampling: SamplingParams) -> AsyncIterator[TextDelta]:
-        request = await self._completer.prepare(_new_id(), prompt, sampling)
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions | None = None
+    ) -> AsyncIterator[TextDelta]:
+        request = await self._completer.prepare(_new_id(), prompt, sampling, options=options)
         async with aclosing(self._completer.stream(request)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def stream_chat(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, options: RequestOptions | None = None
     ) -> AsyncIterator[TextDelta]:
-        request = await self._completer.prepare_chat(_new_id(), messages, sampling)
+        request = await self._completer.prepare_chat(_new_id(), messages, sampling, options)
         async with aclosing(self._completer.stream(request)) as deltas:
             async for delta in deltas:
                 yield delta

@@ -1,36 +1,50 @@
 """`Client` and `AsyncClient`: the served model from any Python process of the Ray cluster, without HTTP.
 
 They talk to the ingress deployment, so text, stops and limits are those of HTTP. Errors are our own types, never
-Ray's. Knows a Serve handle and four calls; loads no torch.
+Ray's, and every wait has a deadline. Knows a Serve handle and four calls; loads no torch.
 """
 
+import asyncio
 import logging
+import queue
+import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, Self
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster.driver.handle import as_ours
-from cluster.errors import Unavailable
-from cluster.generation import Completion, SamplingParams, TextDelta
+from cluster.errors import DeadlineExceeded, InvalidConfig, ShardserveError, Unavailable
+from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
 from cluster.text.chat_template import ChatMessage
 from cluster.text.prompts import Prompt
 
 __all__ = ["AsyncClient", "Client"]
 
+_TIMEOUT_S = 600.0  # a long answer behind a long queue; a cluster that hangs is found all the same
+_FAILURES = (RayError, RayServeException, TimeoutError)
+
 
 class _Connected:
-    """A handle of the ingress, for unary calls and for streams."""
+    """A handle of the ingress, for unary calls and for streams.
 
-    def __init__(self, handle: Any) -> None:
+    `timeout_s` bounds the whole of a call that returns a completion, and each wait for the next piece of a stream.
+    """
+
+    def __init__(self, handle: Any, timeout_s: float = _TIMEOUT_S) -> None:
+        if not timeout_s > 0:
+            raise InvalidConfig(f"timeout_s must be above 0, not {timeout_s}")
         self._calls = handle
         self._streams = handle.options(stream=True)
+        self._timeout_s = timeout_s
 
     @classmethod
-    def connect(cls, application: str = "shardserve", address: str | None = None) -> Self:
+    def connect(
+        cls, application: str = "shardserve", address: str | None = None, *, timeout_s: float = _TIMEOUT_S
+    ) -> Self:
         """`application` is its name on Serve. Connects this process to Ray first if it is not: to `address`, or
         to the cluster that Ray finds by itself. Raises `Unavailable` when either is not there.
         """
@@ -40,77 +54,143 @@ class _Connected:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise Unavailable(f"no Ray cluster at {address or 'auto'}: {error}") from error
         try:
-            return cls(serve.get_app_handle(application))
+            return cls(serve.get_app_handle(application), timeout_s)
         except RayServeException as error:
             raise Unavailable(f"no application {application!r} on this cluster: {error}") from error
 
+    def _ours(self, error: Exception) -> ShardserveError:
+        """A timeout at the far end is a failure there; one that was met here is the caller's deadline."""
+        if isinstance(error, TimeoutError) and not isinstance(error, RayTaskError):
+            return DeadlineExceeded(f"no answer within {self._timeout_s:g} s; the request was ended")
+        return as_ours(error)
+
 
 class Client(_Connected):
-    """Blocking calls. Every one raises `InvalidRequest`, `Overloaded`, `Unavailable` or `GenerationFailed`."""
+    """Blocking calls.
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Completion:
+    Every one raises `InvalidRequest`, `Overloaded`, `Unavailable`, `GenerationFailed` or `DeadlineExceeded`.
+    """
+
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Completion:
         """The whole completion of a raw prompt: text, or token ids."""
-        return self._result(self._calls.generate.remote(prompt, sampling or SamplingParams()))
+        return self._result(self._calls.generate.remote(prompt, sampling or SamplingParams(), options))
 
-    def chat(self, messages: Sequence[ChatMessage], sampling: SamplingParams | None = None) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
         """The whole answer to a conversation."""
-        return self._result(self._calls.chat.remote(messages, sampling or SamplingParams()))
+        return self._result(self._calls.chat.remote(messages, sampling or SamplingParams(), options))
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Generator[TextDelta, None, None]:
         """The completion as it comes. Leaving the loop ends the request in the cluster."""
-        return self._deltas(self._streams.stream.remote(prompt, sampling or SamplingParams()))
+        return self._deltas(self._streams.stream.remote(prompt, sampling or SamplingParams(), options))
 
     def stream_chat(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> Generator[TextDelta, None, None]:
         """The answer as it comes. Leaving the loop ends the request in the cluster."""
-        return self._deltas(self._streams.stream_chat.remote(messages, sampling or SamplingParams()))
+        return self._deltas(self._streams.stream_chat.remote(messages, sampling or SamplingParams(), options))
 
     def _result(self, response: Any) -> Completion:
         try:
-            completion: Completion = response.result()
-        except (RayError, RayServeException) as error:
-            raise as_ours(error) from None
+            completion: Completion = response.result(timeout_s=self._timeout_s)
+        except _FAILURES as error:
+            response.cancel()
+            raise self._ours(error) from None
+        except KeyboardInterrupt:
+            response.cancel()
+            raise
         return completion
 
     def _deltas(self, response: Any) -> Generator[TextDelta, None, None]:
+        """Ray's generator takes no deadline, so a thread reads it; cancelling the request ends the thread."""
+        pieces: queue.SimpleQueue[TextDelta | BaseException | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(response, pieces), name="shardserve-stream", daemon=True).start()
         try:
-            yield from response
-        except (RayError, RayServeException) as error:
-            raise as_ours(error) from None
+            while (piece := pieces.get(timeout=self._timeout_s)) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        except queue.Empty:
+            raise self._ours(TimeoutError()) from None
+        except _FAILURES as error:
+            raise self._ours(error) from None
         finally:
             response.cancel()
+
+
+def _read(response: Any, pieces: "queue.SimpleQueue[TextDelta | BaseException | None]") -> None:
+    """Everything that comes, then what ended it: an error, or None."""
+    end: BaseException | None = None
+    try:
+        for delta in response:
+            pieces.put(delta)
+    except (Exception, asyncio.CancelledError) as error:  # the reader of `pieces` raises it, if there is still one
+        end = error
+    pieces.put(end)
 
 
 class AsyncClient(_Connected):
     """`Client` for an event loop: the same calls, to be awaited or iterated."""
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Completion:
-        return await self._result(self._calls.generate.remote(prompt, sampling or SamplingParams()))
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Completion:
+        return await self._result(self._calls.generate.remote(prompt, sampling or SamplingParams(), options))
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: SamplingParams | None = None) -> Completion:
-        return await self._result(self._calls.chat.remote(messages, sampling or SamplingParams()))
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        return await self._result(self._calls.chat.remote(messages, sampling or SamplingParams(), options))
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncGenerator[TextDelta, None]:
-        return self._deltas(self._streams.stream.remote(prompt, sampling or SamplingParams()))
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        return self._deltas(self._streams.stream.remote(prompt, sampling or SamplingParams(), options))
 
     def stream_chat(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        return self._deltas(self._streams.stream_chat.remote(messages, sampling or SamplingParams()))
+        return self._deltas(self._streams.stream_chat.remote(messages, sampling or SamplingParams(), options))
 
     async def _result(self, response: Any) -> Completion:
         try:
-            completion: Completion = await response
-        except (RayError, RayServeException) as error:
-            raise as_ours(error) from None
+            async with asyncio.timeout(self._timeout_s):
+                completion: Completion = await response
+        except _FAILURES as error:
+            response.cancel()
+            raise self._ours(error) from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         return completion
 
     async def _deltas(self, response: Any) -> AsyncGenerator[TextDelta, None]:
+        pieces = aiter(response)
         try:
-            async for delta in response:
+            while True:
+                async with asyncio.timeout(self._timeout_s):
+                    delta = await anext(pieces, None)
+                if delta is None:
+                    return
                 yield delta
-        except (RayError, RayServeException) as error:
-            raise as_ours(error) from None
+        except _FAILURES as error:
+            raise self._ours(error) from None
         finally:
             response.cancel()

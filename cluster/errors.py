@@ -7,6 +7,7 @@
      |- Overloaded          more waiting than the limit; try again after some seconds       (429)
      |- Unavailable         no token can be made now: starting, recovering or draining      (503)
      |- GenerationFailed    our fault, after the request was accepted                       (500)
+     |- DeadlineExceeded    a Python client's own deadline passed; its request was ended
      |- InvalidConfig       a setting that cannot be, found before anything starts
      `- StartupFailed       the cluster could not start; the message has the cause
 
@@ -64,6 +65,10 @@ class Unavailable(ShardserveError):
 
 class GenerationFailed(ShardserveError):
     """An accepted request could not be finished."""
+
+
+class DeadlineExceeded(ShardserveError):
+    """No answer within the time that the caller gave."""
 
 
 class InvalidConfig(ShardserveError):

@@ -16,7 +16,14 @@ from cluster.config import ClusterConfig
 from cluster.driver.driver import StartedGroup, engine_config
 from cluster.engine.loop import Engine
 from cluster.errors import GenerationFailed
-from cluster.generation import Completion, GenerationRequest, SamplingParams, TextDelta, TokenDelta
+from cluster.generation import (
+    Completion,
+    GenerationRequest,
+    RequestOptions,
+    SamplingParams,
+    TextDelta,
+    TokenDelta,
+)
 from cluster.text.chat_template import ChatMessage, load_chat_template
 from cluster.text.choice import CompletionBuilder, RequestText
 from cluster.text.prompts import Prompt, PromptEncoder
@@ -41,9 +48,8 @@ class LLM:
             taken.callback(group.executor.stop)
             path = Path(group.model.path)
             self._tokenizer = load_tokenizer(path)
-            vocab_size = max(group.model.vocab_size, self._tokenizer.vocab_size)
             self._encoder = PromptEncoder(
-                self._tokenizer, load_chat_template(path), group.model.max_model_len, vocab_size
+                self._tokenizer, load_chat_template(path), group.model.max_model_len, group.model.vocab_size
             )
             self._engine = Engine(group.executor, engine_config(config, group.model), self._publish)
             self._engine.start()
@@ -63,36 +69,52 @@ class LLM:
         self._taken.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> list[Completion]:
         """One completion for each prompt, in order. A prompt is text or token ids.
 
         Raises `InvalidRequest` before anything runs, `GenerationFailed` or `Unavailable` later.
         """
-        requests = [self._request(prompt, sampling) for prompt in _as_list(prompts)]
+        requests = [self._request(prompt, sampling, options) for prompt in _as_list(prompts)]
         return self._complete(requests)
 
     def chat(
         self,
         conversations: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> list[Completion]:
         """One answer for each conversation; one conversation may be given bare."""
         many: Any = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         requests = [
-            self._encoder.check(_new_id(), self._encoder.encode_chat(messages), sampling or SamplingParams())
-            for messages in many
+            self._checked(self._encoder.encode_chat(messages), sampling, options, "messages") for messages in many
         ]
         return self._complete(requests)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Iterator[TextDelta]:
         """The text of one prompt as it comes. Leaving the loop ends the request."""
-        with contextlib.closing(self._run([self._request(prompt, sampling)])) as deltas:
+        with contextlib.closing(self._run([self._request(prompt, sampling, options)])) as deltas:
             for _, delta in deltas:
                 yield delta
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams | None) -> GenerationRequest:
-        return self._encoder.check(_new_id(), self._encoder.encode(prompt), sampling or SamplingParams())
+    def _request(
+        self, prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions | None
+    ) -> GenerationRequest:
+        return self._checked(self._encoder.encode(prompt), sampling, options, "prompt")
+
+    def _checked(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams | None,
+        options: RequestOptions | None,
+        field: str,
+    ) -> GenerationRequest:
+        return self._encoder.check(_new_id(), token_ids, sampling or SamplingParams(), field, options=options)
 
     def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         builders = {request.request_id: CompletionBuilder(request) for request in requests}

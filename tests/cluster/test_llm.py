@@ -8,7 +8,7 @@ import pytest
 from cluster.errors import ContextOverflow, InvalidConfig, InvalidRequest, StartupFailed
 from cluster.generation import FinishReason, SamplingParams
 from cluster.llm import LLM
-from tests.fakes.checkpoints import write_counter_model
+from tests.fakes.checkpoints import write_counter_model, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,17 @@ def test_nothing_runs_when_one_prompt_is_wrong(model: Path) -> None:
             llm.generate("x" * 64)
         assert llm._engine.stats().received == 0
         llm.close()
+
+
+@pytest.mark.parametrize("vocab_size", [258, 300])
+def test_the_models_own_vocabulary_counts(vocab_size: int, tmp_path: Path) -> None:
+    """The tokenizer knows ids up to 259; what matters is which of them have an embedding."""
+    model = write_tiny_llama(tmp_path / "model", vocab_size=vocab_size)
+    with LLM(str(model), device="cpu", kv_cache_memory="1MiB", max_model_len=64) as llm:
+        (completion,) = llm.generate([vocab_size - 1], SamplingParams(max_tokens=1))
+        assert completion.num_completion_tokens == 1
+        with pytest.raises(InvalidRequest, match=f"token id {vocab_size} .* between 0 and {vocab_size - 1}"):
+            llm.generate([vocab_size])
 
 
 def test_mistakes_in_settings_and_files(model: Path, tmp_path: Path) -> None:

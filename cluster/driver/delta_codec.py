@@ -5,14 +5,16 @@ Knows token deltas and who sends them; knows nothing of Serve, queues or text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgpack
 
 from cluster.errors import Unavailable
-from cluster.generation import FinishReason, TokenDelta
+from cluster.generation import FinishReason, TokenDelta, TokenLogprob
 
 _VERSION = 2
+
+_PackedLogprob = tuple[int, float, list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,15 @@ def _pack_deltas(deltas: Sequence[TokenDelta]) -> list[tuple[object, ...]]:
             d.finish_reason and d.finish_reason.value,
             d.error,
             d.num_cached_tokens,
+            [_pack_logprob(logprob) for logprob in d.logprobs],
+            None if d.prompt_logprobs is None else [_pack_logprob(logprob) for logprob in d.prompt_logprobs],
         )
         for d in deltas
     ]
+
+
+def _pack_logprob(logprob: TokenLogprob | None) -> tuple[object, ...] | None:
+    return logprob and (logprob.token_id, logprob.logprob, logprob.top)
 
 
 def _unpack_delta(
@@ -90,6 +98,23 @@ def _unpack_delta(
     finish_reason: str | None,
     error: str | None,
     num_cached_tokens: int,
+    logprobs: list[_PackedLogprob],
+    prompt_logprobs: list[_PackedLogprob | None] | None,
 ) -> TokenDelta:
-    finished = None if finish_reason is None else FinishReason(finish_reason)
-    return TokenDelta(request_id, choice, tuple(token_ids), finished, error, num_cached_tokens=num_cached_tokens)
+    return TokenDelta(
+        request_id,
+        choice,
+        tuple(token_ids),
+        None if finish_reason is None else FinishReason(finish_reason),
+        error,
+        tuple(map(_unpack_logprob, logprobs)),
+        None
+        if prompt_logprobs is None
+        else tuple(fields and _unpack_logprob(fields) for fields in prompt_logprobs),
+        num_cached_tokens,
+    )
+
+
+def _unpack_logprob(fields: _PackedLogprob) -> TokenLogprob:
+    token_id, logprob, top = fields
+    return TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top))

@@ -147,4 +147,10 @@ class Subscriptions:
 
 def merge(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
     """One delta that says what two consecutive deltas of a choice say."""
-    return replace(later, token_ids=earlier.token_ids + later.token_ids)
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
+        num_cached_tokens=earlier.num_cached_tokens + later.num_cached_tokens,
+    )

@@ -8,7 +8,7 @@ from cluster.driver import subscriptions
 from cluster.driver.delta_codec import Closed, Deltas, DriverMessage, Hello
 from cluster.driver.subscriptions import Subscriptions
 from cluster.errors import Unavailable
-from cluster.generation import FinishReason, TokenDelta
+from cluster.generation import FinishReason, TokenDelta, TokenLogprob
 
 
 class Rig:
@@ -65,6 +65,19 @@ async def test_a_slow_reader_gets_one_merged_delta_a_choice(rig: Rig) -> None:
     assert await mine.get() == Deltas(
         (TokenDelta("a", 0, (0, 1, 2, 3), FinishReason.LENGTH), TokenDelta("a", 1, (10, 11, 12)))
     )
+
+
+def test_a_merged_delta_says_all_that_its_parts_said() -> None:
+    one, two = TokenLogprob(1, -0.5, ()), TokenLogprob(2, -1.5, ((1, -0.25),))
+    prompt = (None, one)
+    parts = (
+        TokenDelta("a", 0, (), prompt_logprobs=prompt, num_cached_tokens=16),
+        TokenDelta("a", 0, (1,), logprobs=(one,)),
+        TokenDelta("a", 0, (2,), FinishReason.STOP, logprobs=(two,)),
+    )
+    whole = TokenDelta("a", 0, (1, 2), FinishReason.STOP, None, (one, two), prompt, 16)
+    assert subscriptions.merge(subscriptions.merge(*parts[:2]), parts[2]) == whole
+    assert subscriptions.merge(parts[0], subscriptions.merge(*parts[1:])) == whole
 
 
 async def test_a_request_is_forgotten_when_its_last_choice_ends(rig: Rig) -> None:

@@ -1,5 +1,7 @@
 """What goes into a step: budgets, order, preemption, two plans in flight, and how long anyone waits."""
 
+import pytest
+
 from cluster.generation import FinishReason
 from tests.cluster.engine.rig import Rig, counted, make_request
 from workers.protocol import KnownSequence, NewSequence, StepPlan
@@ -147,9 +149,23 @@ def test_choices_of_a_request_share_its_seed_and_differ_in_their_index(depth: in
     assert draws[2].seed == draws[3].seed != 42
 
 
-def test_case_46_pressure_gives_every_output_whole_without_thrash(depth: int) -> None:
-    rig = Rig(depth=depth, num_blocks=8, block_size=16, max_num_batched_tokens=16, max_num_seqs=6)
-    requests = [make_request(f"r{i}", 12 + i, 48 - i, first=100 * i, n=1) for i in range(6)]
+@pytest.mark.parametrize("priorities", [(0, 0, 0, 0, 0, 0), (2, 1, 0, 0, 1, 2)])
+@pytest.mark.parametrize("distance", [100, 0], ids=["other texts", "one text"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_case_46_pressure_gives_every_output_whole_without_thrash(
+    depth: int, prefix_cache: bool, distance: int, priorities: tuple[int, ...]
+) -> None:
+    rig = Rig(
+        depth=depth,
+        num_blocks=8,
+        block_size=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=6,
+        prefix_cache=prefix_cache,
+    )
+    requests = [
+        make_request(f"r{i}", 12 + i, 48 - i, first=distance * i, priority=priorities[i]) for i in range(6)
+    ]
     rig.add(*requests)
     turns = rig.run_until_idle()
     for request in requests:

@@ -15,8 +15,8 @@ def started(rig: Rig) -> list[NewSequence]:
 
 
 def num_computed(rig: Rig) -> int:
-    rows = [row for plan in rig.executor.executed for row in (*plan.new, *plan.known)]
-    return sum(row.num_new_tokens for row in rows)
+    plans = rig.executor.executed
+    return sum(row.num_new_tokens for plan in plans for rows in (plan.new, plan.known) for row in rows)
 
 
 def run(rig: Rig, *requests: GenerationRequest) -> None:

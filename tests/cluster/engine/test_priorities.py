@@ -4,6 +4,11 @@ import pytest
 
 from cluster.generation import FinishReason
 from tests.cluster.engine.rig import Rig, counted, make_request
+from workers.protocol import KnownSequence, NewSequence, StepPlan
+
+
+def rows_of(plan: StepPlan) -> list[NewSequence | KnownSequence]:
+    return [*plan.new, *plan.known]
 
 
 def names(rig: Rig) -> list[str]:
@@ -109,7 +114,7 @@ def test_an_endless_stream_of_low_ones_delays_a_high_one_by_a_bounded_number_of_
     steps = [
         (step, row.num_new_tokens)
         for step, plan in enumerate(rig.executor.executed)
-        for row in (*plan.new, *plan.known)
+        for row in rows_of(plan)
         if rig.asked[row.sequence_id].request_id == "high"
     ]
     start = steps[0][0]

@@ -1,23 +1,30 @@
-"""The engine on a real rank in this process: under pressure for blocks, every output is bit for bit its own.
+"""The engine on real ranks in this process: under pressure for blocks every output is its own, and what is found
+in the prefix cache gives the logits that computing it gives, bit for bit.
 
 The scripted tests know what a rank must do; this one knows that the runner does it. Greedy and seeded rows, two
 choices, chunked prompts and preemptions share the steps.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.config import ClusterConfig
-from cluster.driver.local_executor import start_local_group
+from cluster.driver.local_executor import LocalExecutor, start_local_group
 from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Capacity
 from cluster.generation import GenerationRequest, SamplingParams
+from model_shards.weights.loader import load_model
 from tests.cluster.engine.rig import Key
 from tests.fakes.checkpoints import write_tiny_llama
+from tests.fakes.thread_group import ThreadGroup, run_ranks
+from tests.workers.plans import worker_config
+from workers.runner import Runner
 
 _MAX_MODEL_LEN = 64
 _NUM_BLOCKS = 20  # of 4 tokens: room for two of the longest
@@ -47,14 +54,18 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def start(checkpoint: Path, depth: int) -> EngineCore:
+def start(checkpoint: Path, depth: int, prefix_cache: bool = True) -> EngineCore:
     sizes = {"max_model_len": _MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 16}
     settings = {"device": "cpu", "dtype": "float32", "block_size": 4, "kv_cache_memory": "16MiB"}
     executor = start_local_group(ClusterConfig.parse({"model": str(checkpoint), **settings, **sizes})).executor
     torch.set_num_threads(1)
     executor.capacity = Capacity(_NUM_BLOCKS, 4)  # type: ignore[misc]
     limits = EngineConfig(
-        max_model_len=_MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=16, max_steps_in_flight=depth
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        max_steps_in_flight=depth,
+        prefix_cache=prefix_cache,
     )
     return EngineCore(executor, limits, clock=lambda: 0.0)
 
@@ -73,10 +84,63 @@ def run(core: EngineCore, asked: list[GenerationRequest]) -> dict[Key, list[int]
 
 
 def test_outputs_together_are_the_outputs_alone(checkpoint: Path, depth: int) -> None:
-    core = start(checkpoint, depth)
+    core = start(checkpoint, depth, prefix_cache=False)
     alone: dict[Key, list[int]] = {}
     for request in requests():
         alone |= run(core, [request])
     assert core.stats().preemptions == 0
     assert run(core, requests()) == alone
     assert core.stats().preemptions > 0
+    cached = start(checkpoint, depth)
+    assert run(cached, requests()) == alone
+    assert run(cached, requests()) == alone
+    assert cached.stats().preemptions > 0
+    assert cached.stats().prefix_cache_hits > 0
+
+
+@dataclass
+class Recorded:
+    core: EngineCore
+    rows: list[torch.Tensor]
+
+    def logits_of(self, request: GenerationRequest) -> torch.Tensor:
+        """Of each token that it gains when nothing else runs."""
+        self.rows.clear()
+        run(self.core, [request])
+        return torch.cat(self.rows)
+
+
+def start_rank(checkpoint: Path, depth: int, prefix_cache: bool, group: ThreadGroup) -> Recorded:
+    """One rank of several. Each has an engine of its own, which makes the same plans."""
+    rows: list[torch.Tensor] = []
+    model = load_model(checkpoint, group, device=torch.device("cpu"), dtype=torch.float32)
+    local_logits = model.local_logits
+
+    def recording(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(local_logits(hidden))
+        return rows[-1].clone()
+
+    model.local_logits = recording  # type: ignore[method-assign]
+    limits: dict[str, Any] = {"max_model_len": _MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    config = worker_config(block_size=4, tensor_parallel_size=group.size, **limits)
+    executor = LocalExecutor(Runner(model, group, config, _NUM_BLOCKS), Capacity(_NUM_BLOCKS, 4))
+    settings = EngineConfig(**limits, max_steps_in_flight=depth, prefix_cache=prefix_cache)
+    return Recorded(EngineCore(executor, settings, clock=lambda: 0.0), rows)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_hit_changes_no_bit_of_the_logits(checkpoint: Path, depth: int, num_ranks: int) -> None:
+    torch.set_num_threads(1)
+    prompt = tuple(j * 13 % 200 + 1 for j in range(38))
+    request = GenerationRequest("r", prompt, SamplingParams(max_tokens=12, temperature=0, seed=0))
+
+    def work(group: ThreadGroup) -> None:
+        expected = start_rank(checkpoint, depth, False, group).logits_of(request)
+        rank = start_rank(checkpoint, depth, True, group)
+        for head in (9, 20, 38):  # a part of it is cached, more of it, all of it
+            run(rank.core, [GenerationRequest("head", prompt[:head], SamplingParams(max_tokens=1))])
+            hits = rank.core.stats().prefix_cache_hits
+            assert torch.equal(rank.logits_of(request), expected)
+            assert rank.core.stats().prefix_cache_hits - hits >= head // 4 * 4
+
+    run_ranks(num_ranks, work)

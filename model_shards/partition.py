@@ -5,7 +5,7 @@ query to KV heads; a KV head whose group is shared is replicated on the ranks th
 the other way, so that ranks balance. Knows shapes and ranks; knows nothing of files, modules or torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -68,12 +68,29 @@ class ParameterLayout:
 
     pieces: tuple[Piece, ...]
 
+    @classmethod
+    def whole(cls, tensor: str, shape: tuple[int, ...], num_ranks: int) -> "ParameterLayout":
+        """One tensor, the same on every rank."""
+        return cls((Piece(tensor, Partition(shape, num_ranks)),))
+
+    @classmethod
+    def cut(cls, tensor: str, shape: tuple[int, ...], spans: tuple[Span, ...], axis: int = 0) -> "ParameterLayout":
+        """One tensor, one of `spans` a rank."""
+        return cls((Piece(tensor, Partition(shape, len(spans), axis, spans)),))
+
+    @classmethod
+    def stacked(cls, *parts: "ParameterLayout") -> "ParameterLayout":
+        return cls(tuple(piece for part in parts for piece in part.pieces))
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         shapes = [piece.partition.local_shape(rank) for piece in self.pieces]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_size(self, rank: int) -> int:
         return prod(self.local_shape(rank))
+
+
+ModelLayout = Mapping[str, ParameterLayout]  # parameter name -> layout, in the order in which a model is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +111,9 @@ def partition_model(spec: ModelSpec, num_ranks: int) -> ModelPartition:
     """Cut `spec` over `num_ranks`, with weights balanced. Raises `PartitionError` with the numbers."""
     query_heads, kv_heads = cut_heads(spec.num_query_heads, spec.num_kv_heads, num_ranks)
     # A head costs head_dim rows of the query and columns of the output projection (a KV head: key and value);
-    # an FFN column costs a row of gate and up and a column of down: 2 against 3, each times hidden_size.
+    # a gated FFN column costs a row of gate and up and a column of down: 2 against 3, each times hidden_size.
     burdens = [
-        Fraction(2 * spec.head_dim * (query.size + kv.size), 3)
+        Fraction(2 * spec.head_dim * (query.size + kv.size), spec.matrices_per_ffn_column)
         for query, kv in zip(query_heads, kv_heads, strict=True)
     ]
     return ModelPartition(

@@ -1,7 +1,7 @@
 """What a model is, in numbers and flags: everything that construction, cutting and planning need of a config.
 
-One decoder serves several families, so a family is a set of flags here, not a class. Knows nothing of files (see
-`weights.metadata`), ranks or torch.
+One decoder serves several families, so a family is a set of flags here, not a class; GPT-2 alone has its own.
+Knows nothing of files (see `weights.metadata`), ranks or torch.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from model_shards.errors import UnsupportedModel
 from model_shards.rope import RopeScaling
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 
@@ -31,7 +31,7 @@ class ModelSpec:
     intermediate_size: int
     max_positions: int
     norm_epsilon: float
-    rope_theta: float
+    rope_theta: float | None  # None: positions are learned
     tied_embeddings: bool
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
@@ -59,13 +59,18 @@ class ModelSpec:
             raise UnsupportedModel(
                 f"{self.num_query_heads} query heads do not divide over {self.num_kv_heads} KV heads"
             )
-        if self.head_dim % 2:
+        if self.rope_theta is not None and self.head_dim % 2:
             raise UnsupportedModel(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         if self.windows and len(self.windows) != self.num_layers:
             raise UnsupportedModel(f"{len(self.windows)} attention windows for {self.num_layers} layers")
         for window in self.windows:
             if window is not None and window < 1:
                 raise UnsupportedModel(f"the attention window is {window}; it must be at least 1")
+
+    @property
+    def matrices_per_ffn_column(self) -> int:
+        """In how many matrices of a layer an FFN column has a row or a column of hidden_size weights."""
+        return 2 if self.architecture == "gpt2" else 3
 
     def window_of(self, layer: int) -> int | None:
         """How many keys a token sees in `layer`, its own among them; None: all."""

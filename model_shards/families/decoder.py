@@ -6,7 +6,7 @@ KV blocks.
 
 from torch import Tensor, nn
 
-from model_shards.families.decoder_layout import DecoderLayout, decoder_layout
+from model_shards.families.decoder_layout import decoder_layout
 from model_shards.layers.attention import Attention
 from model_shards.layers.linear import Linear
 from model_shards.layers.mlp import GatedMlp
@@ -15,7 +15,7 @@ from model_shards.layers.placement import Placement
 from model_shards.layers.rotary import RotaryTable, Rotation
 from model_shards.layers.vocab import VocabParallelEmbedding
 from model_shards.model import AttentionContext
-from model_shards.partition import ModelPartition, partition_model
+from model_shards.partition import ModelLayout, ModelPartition, partition_model
 from model_shards.spec import ModelSpec
 
 
@@ -25,7 +25,7 @@ class Decoder(nn.Module):
     Invariant: `layout` names exactly the parameters of the module, with their shapes on this rank.
     """
 
-    layout: DecoderLayout
+    layout: ModelLayout
 
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
         super().__init__()
@@ -49,6 +49,7 @@ class Decoder(nn.Module):
         self.head = Linear(vocabulary.size, spec.hidden_size, placement)
         self._tied = spec.tied_embeddings
         self._tie()
+        assert spec.rope_theta is not None, "families with learned positions have a class of their own"
         self._rotary = RotaryTable(
             spec.head_dim,
             spec.max_positions,

@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [tokens, hidden]
-        rotation: Rotation,
+        rotation: Rotation | None,  # None where positions are in the embedding
         attention: AttentionContext,
     ) -> Tensor:  # [tokens, hidden], equal on every rank
         heads = self.qkv(hidden).unflatten(1, (-1, self._head_dim))
@@ -63,7 +63,9 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._split(positional)
             positional = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        query, key = self._split(ops.rotate(positional, rotation.cosine, rotation.sine))
+        if rotation is not None:
+            positional = ops.rotate(positional, rotation.cosine, rotation.sine)
+        query, key = self._split(positional)
         attended = attention.attend(self._layer, query, key, value, self._window)
         output: Tensor = self.output(attended.flatten(1))
         return output

@@ -1,4 +1,4 @@
-"""RMS norm with its weight. Knows nothing of ranks: every rank norms whole rows, to equal bits."""
+"""The norms with their weights. Knows nothing of ranks: every rank norms whole rows, to equal bits."""
 
 import torch
 from torch import Tensor, nn
@@ -30,3 +30,22 @@ class RmsNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The normed sum, and the sum as the next residual."""
         return ops.add_rms_norm(update, residual, self.weight, self._epsilon)
+
+
+class LayerNorm(nn.Module):
+    """Norms the last dimension to mean 0 and deviation 1, then scales and shifts it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype)
+        self._epsilon = epsilon
+
+    def forward(
+        self,
+        rows: Tensor,  # [..., size]
+    ) -> Tensor:  # [..., size]
+        return ops.layer_norm(rows, self.weight, self.bias, self._epsilon)

@@ -4,6 +4,8 @@ Invariant: every function computes a row (token) from that row alone and with th
 tensors; knows nothing of parameters, ranks or models.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,15 @@ def add_rms_norm(
     return rms_norm(residual, weight, epsilon), residual
 
 
+def layer_norm(
+    hidden: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    bias: Tensor,  # [size]
+    epsilon: float,
+) -> Tensor:  # [..., size]
+    return F.layer_norm(hidden, (weight.shape[0],), weight, bias, epsilon)
+
+
 def rotate(
     heads: Tensor,  # [tokens, heads, head_dim]
     cosine: Tensor,  # [tokens, 1, head_dim / 2]
@@ -47,3 +58,15 @@ def silu_and_multiply(
 ) -> Tensor:  # [tokens, columns]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh(
+    columns: Tensor,  # [tokens, columns]
+) -> Tensor:  # [tokens, columns]
+    """GPT-2's GELU, by the formula: torch's own kernel gives the last elements of a tensor other bits on a CPU."""
+    if columns.device.type != "cpu":
+        return F.gelu(columns, approximate="tanh")
+    wide = columns.float()
+    inner = wide * wide * wide * 0.044715
+    inner = inner.add_(wide).mul_(math.sqrt(2 / math.pi)).tanh_()
+    return inner.add_(1.0).mul_(wide).mul_(0.5).to(columns.dtype)

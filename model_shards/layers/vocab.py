@@ -1,4 +1,4 @@
-"""The two ends of a model, cut over the vocabulary: embedding and head.
+"""The lower end of a model: the embedding, cut over the vocabulary, and learned positions.
 
 Ranks hold contiguous ranges of ids in rank order, possibly uneven. Knows ids; knows nothing of sampling.
 """
@@ -32,3 +32,19 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self._vocabulary.size)
         rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
         return self._group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+
+class LearnedPositions(nn.Module):
+    """A row for each position, the same on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(self, max_positions: int, hidden_size: int, placement: Placement) -> None:
+        super().__init__()
+        self.weight = empty_parameter(max_positions, hidden_size, dtype=placement.dtype)
+
+    def forward(
+        self,
+        positions: Tensor,  # [tokens] int64
+    ) -> Tensor:  # [tokens, hidden]
+        return F.embedding(positions, self.weight)

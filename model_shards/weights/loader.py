@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from model_shards.errors import CheckpointError
-from model_shards.families.decoder import Decoder
 from model_shards.group import TensorParallelGroup
 from model_shards.layers.linear import Linear
 from model_shards.layers.placement import Placement
 from model_shards.partition import ParameterLayout
-from model_shards.registry import build_model
+from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.checkpoint import Checkpoint
 from model_shards.weights.gguf import GgufCheckpoint
@@ -36,7 +35,7 @@ def load_model(
     dtype: torch.dtype,
     batch_invariant: bool = True,
     on_progress: Progress | None = None,
-) -> Decoder:
+) -> Model:
     """The shard of `group.rank`, filled and ready to run.
 
     Raises `UnsupportedModel`, `PartitionError`, or `CheckpointError` naming the file and the tensor.
@@ -52,14 +51,15 @@ def load_model(
 def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint]:
     """What a folder or a GGUF file says it holds, and the way to its weights."""
     if path.is_dir():
-        return folder_spec(path), SafetensorsCheckpoint(path)
+        spec = folder_spec(path)
+        return spec, SafetensorsCheckpoint(path, spec.architecture)
     header = GgufHeader(path)
     spec = gguf_spec(header)
     return spec, GgufCheckpoint(header, spec.head_dim)
 
 
 def fill(
-    model: Decoder,
+    model: Model,
     checkpoint: Checkpoint,
     *,
     rank: int,

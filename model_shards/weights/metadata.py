@@ -13,6 +13,7 @@ from model_shards.errors import CheckpointError, UnsupportedModel
 from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
 from model_shards.weights.fields import Fields
 from model_shards.weights.gguf_header import GgufHeader
+from model_shards.weights.gpt2_config import GPT2_ONLY_VALUES, gpt2_spec
 from model_shards.weights.rope_config import read_rope_config
 from model_shards.weights.safetensors_index import find_tensors, has_weights
 from model_shards.weights.window_config import read_windows
@@ -22,6 +23,7 @@ _CLASSES: Mapping[str, Architecture] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "GPT2LMHeadModel": "gpt2",
 }
 _DEFAULT_THETA = 10_000.0
 # Settings that change the arithmetic, each with the only values that we run.
@@ -35,6 +37,7 @@ _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
 }
+_GGUF_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")  # Mistral's files say "llama"
 _GGUF_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "rope.scaling.type": (None, "none"),
     "rope.scale_linear": (None, 1.0),
@@ -61,6 +64,10 @@ def folder_spec(folder: Path) -> ModelSpec:
     file = folder / "config.json"
     config = Fields(file, _read_json(file))
     architecture = _architecture_of(config)
+    tied, eos = _is_tied(folder, config, by_default=architecture == "gpt2"), _eos_token_ids(folder, config)
+    if architecture == "gpt2":
+        _refuse_others(config, GPT2_ONLY_VALUES)
+        return gpt2_spec(config, tied_embeddings=tied, eos_token_ids=eos)
     _refuse_others(config, _ONLY_VALUES)
     rope = read_rope_config(config, _DEFAULT_THETA)
     query_heads = config.integer("num_attention_heads")
@@ -79,23 +86,25 @@ def folder_spec(folder: Path) -> ModelSpec:
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        tied_embeddings=_is_tied(folder, config),
+        tied_embeddings=tied,
         qkv_bias=architecture == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=architecture == "llama" and bool(config.flag("mlp_bias")),
         query_key_norm=architecture == "qwen3",
         windows=read_windows(config, architecture, rope.max_positions),
         bos_token_id=config.optional_integer("bos_token_id"),
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=eos,
     )
 
 
 def gguf_spec(header: GgufHeader) -> ModelSpec:
     path = header.path
     name = header.fields.get("general.architecture")
-    architecture = next((known for known in ARCHITECTURES if known == name), None)
+    architecture = next((known for known in _GGUF_ARCHITECTURES if known == name), None)
     if architecture is None:
-        raise UnsupportedModel(f"{path}: general.architecture is {name!r}; we run {', '.join(ARCHITECTURES)}")
+        raise UnsupportedModel(
+            f"{path}: general.architecture is {name!r}; from GGUF we run {', '.join(_GGUF_ARCHITECTURES)}"
+        )
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
@@ -164,12 +173,12 @@ def _refuse_others(fields: Fields, only: Mapping[str, tuple[object, ...]]) -> No
             raise UnsupportedModel(f"{fields.file}: {key} = {value!r} is not supported")
 
 
-def _is_tied(folder: Path, config: Fields) -> bool:
+def _is_tied(folder: Path, config: Fields, *, by_default: bool) -> bool:
     """Whether the head is the embedding. A head in the files is always used: an exporter may have written one
     beside a flag that says otherwise, and if it is a copy the logits are the same."""
     flag = config.flag("tie_word_embeddings")
     if not has_weights(folder):
-        return bool(flag)
+        return by_default if flag is None else flag
     return flag is not False and "lm_head.weight" not in find_tensors(folder)
 
 

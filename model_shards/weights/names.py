@@ -1,12 +1,15 @@
-"""What the tensors of a model are called: our canonical names, and each file format's names for them.
+"""What the tensors of a model are called: our canonical names, and how each file format stores them.
 
 Canonical names are the parameter paths of the model with fused parameters taken apart
-(`layers.3.attention.query.weight`). Knows strings only.
+(`layers.3.attention.query.weight`), and their shapes [out, in]. Knows strings only.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-_HUGGING_FACE: Mapping[str, str] = {
+from model_shards.spec import Architecture
+
+_DECODER: Mapping[str, str] = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -22,6 +25,22 @@ _HUGGING_FACE: Mapping[str, str] = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+_GPT2: Mapping[str, str] = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "ln_1",
+    "attention.query": "attn.c_attn",
+    "attention.key": "attn.c_attn",
+    "attention.value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_GPT2_FUSED = ("attention.query", "attention.key", "attention.value")
+_GPT2_TRANSPOSED = (*_GPT2_FUSED, "attention.output", "mlp.up", "mlp.down")
 _GGUF: Mapping[str, str] = {
     "embedding": "token_embd",
     "norm": "output_norm",
@@ -40,9 +59,26 @@ _GGUF: Mapping[str, str] = {
 }
 
 
-def hugging_face_name(tensor: str) -> str:
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a file keeps a canonical tensor: a tensor of its own, or one of several equal parts of one."""
+
+    name: str
+    transposed: bool = False  # a matrix is stored [in, out]
+    part: int = 0  # along the canonical tensor's first axis
+    num_parts: int = 1
+
+
+def hugging_face_tensor(tensor: str, architecture: Architecture) -> StoredTensor:
     """`layers.3.attention.query.weight` -> `model.layers.3.self_attn.q_proj.weight`"""
-    return _translate(tensor, _HUGGING_FACE, "model.layers")
+    if architecture != "gpt2":
+        return StoredTensor(_translate(tensor, _DECODER, "model.layers"))
+    name = _translate(tensor, _GPT2, "transformer.h")
+    part = _part_of_layer(tensor)
+    transposed = part in _GPT2_TRANSPOSED and tensor.endswith(".weight")
+    if part in _GPT2_FUSED:
+        return StoredTensor(name, transposed, _GPT2_FUSED.index(part), len(_GPT2_FUSED))
+    return StoredTensor(name, transposed)
 
 
 def gguf_name(tensor: str) -> str:
@@ -56,3 +92,9 @@ def _translate(tensor: str, names: Mapping[str, str], layers: str) -> str:
         return f"{names[module]}.{leaf}"
     _, index, part = module.split(".", 2)
     return f"{layers}.{index}.{names[part]}.{leaf}"
+
+
+def _part_of_layer(tensor: str) -> str:
+    """`layers.3.attention.query.weight` -> `attention.query`"""
+    module = tensor.rsplit(".", 1)[0]
+    return module.split(".", 2)[2] if module.startswith("layers.") else module

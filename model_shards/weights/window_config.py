@@ -25,7 +25,7 @@ def read_windows(config: Fields, architecture: Architecture, max_positions: int)
         case "qwen2" | "qwen3":
             window = config.integer("sliding_window", _DEFAULT_WINDOW) if _is_used(config) else None
             sliding = _sliding_layers(config, num_layers)
-        case "llama":
+        case _:
             _refuse_layer_types(config, architecture)
             if _is_used(config):
                 raise UnsupportedModel(f"{config.file}: use_sliding_window is not supported for {architecture}")

@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
 # 6 query heads over 2 KV heads, and a vocabulary that no number of ranks divides.
 _TINY: Mapping[str, Any] = {
@@ -50,6 +51,20 @@ _TINY: Mapping[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": END_OF_TEXT,
 }
+# GPT-2 has words of its own.
+_TINY_GPT2: Mapping[str, Any] = {
+    "vocab_size": 1003,
+    "n_embd": 96,
+    "n_layer": 2,
+    "n_head": 6,
+    "n_inner": None,
+    "n_positions": 512,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "torch_dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": END_OF_TEXT,
+}
 
 
 def write_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -60,7 +75,7 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 def write_tiny_model(folder: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
     """A seeded tiny checkpoint of `family` in Hugging Face layout: config, weights, tokenizer."""
     config = {
-        **_TINY,
+        **(_TINY_GPT2 if family == "gpt2" else _TINY),
         "model_type": family,
         "architectures": [_ARCHITECTURES[family]],
         **({"sliding_window": None} if family == "mistral" else {}),
@@ -78,6 +93,8 @@ def tiny_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else shape[1] ** -0.5)
 
+    if config["model_type"] == "gpt2":
+        return _gpt2_weights(config, drawn)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     weights = {"model.embed_tokens.weight": drawn(vocab, hidden), "model.norm.weight": 1 + drawn(hidden)}
     for layer in range(config["num_hidden_layers"]):
@@ -114,6 +131,29 @@ def _layer_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> d
         weights |= {f"mlp.{name}_proj.bias": drawn(size) for name, size in sizes.items()}
     if family == "qwen3":
         weights |= {f"self_attn.{name}_norm.weight": 1 + drawn(head_dim) for name in "qk"}
+    return weights
+
+
+def _gpt2_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Matrices lie the other way round, [in, out], and query, key and value are one."""
+    hidden, vocab = config["n_embd"], config["vocab_size"]
+    ffn = config["n_inner"] or 4 * hidden
+
+    def norm(name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": 1 + drawn(hidden), f"{name}.bias": drawn(hidden)}
+
+    def conv(name: str, inputs: int, outputs: int) -> dict[str, Tensor]:
+        return {f"{name}.weight": drawn(outputs, inputs).t().contiguous(), f"{name}.bias": drawn(outputs)}
+
+    weights = {"transformer.wte.weight": drawn(vocab, hidden), **norm("transformer.ln_f")}
+    weights["transformer.wpe.weight"] = drawn(config["n_positions"], hidden)
+    for layer in range(config["n_layer"]):
+        name = f"transformer.h.{layer}"
+        weights |= norm(f"{name}.ln_1") | norm(f"{name}.ln_2")
+        weights |= conv(f"{name}.attn.c_attn", hidden, 3 * hidden) | conv(f"{name}.attn.c_proj", hidden, hidden)
+        weights |= conv(f"{name}.mlp.c_fc", hidden, ffn) | conv(f"{name}.mlp.c_proj", ffn, hidden)
+    if not config.get("tie_word_embeddings", True):
+        weights["lm_head.weight"] = drawn(vocab, hidden)
     return weights
 
 

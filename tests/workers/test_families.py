@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"head_dim": ..., "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
+    "gpt2": ("gpt2", {"n_head": 5, "n_embd": 80, "n_positions": 1024}),
 }
 
 
@@ -28,7 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_in_batches(tmp_path: Path, name: str, num_ranks: int) -> None:
     family, overrides = FAMILIES[name]
-    folder = write_tiny_model(tmp_path, family, max_position_embeddings=1024, **overrides)
+    folder = write_tiny_model(tmp_path, family, **overrides)
     jobs = greedy_jobs(LENGTHS, TOKENS)
     reference = reference_model(folder)
     expected = {

@@ -33,6 +33,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "rotate, 64": (rotated, [drawn(200, 5 * 64), drawn(200, 1, 32, seed=1), drawn(200, 1, 32, seed=2)]),
     "rotate, 6": (rotated, [drawn(200, 5 * 6), drawn(200, 1, 3, seed=1), drawn(200, 1, 3, seed=2)]),
     "silu_and_multiply": (ops.silu_and_multiply, [drawn(200, 2 * 672)]),
+    "layer_norm": (
+        lambda x: ops.layer_norm(x, WEIGHT.to(x.dtype), -WEIGHT.to(x.dtype), 1e-5),
+        [drawn(200, 96)],
+    ),
+    "gelu_tanh": (ops.gelu_tanh, [drawn(200, 672)]),
+    "gelu_tanh, odd": (ops.gelu_tanh, [drawn(200, 67)]),
     "silu_and_multiply, odd": (ops.silu_and_multiply, [drawn(200, 2 * 67)]),
 }
 
@@ -84,3 +90,19 @@ def test_silu_and_multiply() -> None:
     gate, up = gate_up[:, :5].double(), gate_up[:, 5:].double()
     expected = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(ops.silu_and_multiply(gate_up).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layer_norm() -> None:
+    rows = drawn(4, 96).double()
+    centred = rows - rows.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * WEIGHT.double() + 0.5
+    found = ops.layer_norm(rows.float(), WEIGHT, torch.full((96,), 0.5), 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gelu_tanh() -> None:
+    rows = drawn(3, 67) * 3
+    before = rows.clone()
+    expected = torch.nn.functional.gelu(rows.double(), approximate="tanh")
+    torch.testing.assert_close(ops.gelu_tanh(rows).double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows, before)

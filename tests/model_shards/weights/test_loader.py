@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from model_shards.errors import CheckpointError, PartitionError
-from model_shards.families.decoder import Decoder
 from model_shards.layers.placement import Placement
 from model_shards.partition import Span
-from model_shards.registry import build_model
+from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.loader import fill, load_model, open_checkpoint
 from tests.fakes.checkpoints import write_tiny_llama
@@ -63,7 +62,7 @@ SPEC = ModelSpec(
 )
 
 
-def filled(group: ThreadGroup) -> tuple[Decoder, RecordingCheckpoint]:
+def filled(group: ThreadGroup) -> tuple[Model, RecordingCheckpoint]:
     model = build_model(SPEC, Placement(group, CPU, torch.float32))
     pieces = [piece for parameter in model.layout.values() for piece in parameter.pieces]
     checkpoint = RecordingCheckpoint({piece.tensor: piece.partition.shape for piece in pieces})

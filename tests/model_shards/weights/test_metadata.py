@@ -179,6 +179,62 @@ def test_a_config_of_wrong_types_is_refused(tmp_path: Path, overrides: dict[str,
         spec_of(tmp_path, overrides)
 
 
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    "n_embd": 1600,
+    "n_layer": 48,
+    "n_head": 25,
+    "n_positions": 1024,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+
+
+def gpt2_spec_of(folder: Path, **overrides: Any) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps({**GPT2, **overrides}))
+    return read_spec(folder)
+
+
+def test_a_gpt2_config(tmp_path: Path) -> None:
+    assert gpt2_spec_of(tmp_path) == ModelSpec(
+        architecture="gpt2",
+        vocab_size=50257,
+        hidden_size=1600,
+        num_layers=48,
+        num_query_heads=25,
+        num_kv_heads=25,
+        head_dim=64,
+        intermediate_size=6400,
+        max_positions=1024,
+        norm_epsilon=1e-5,
+        rope_theta=None,
+        tied_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        bos_token_id=50256,
+        eos_token_ids=(50256,),
+    )
+    other = gpt2_spec_of(tmp_path, n_inner=100, tie_word_embeddings=False, reorder_and_upcast_attn=True)
+    assert (other.intermediate_size, other.tied_embeddings) == (100, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ({"add_cross_attention": True}, "add_cross_attention = True"),
+        ({"n_head": 24}, "n_embd 1600 does not divide over 24 heads"),
+    ],
+)
+def test_what_we_do_not_run_of_gpt2_is_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        gpt2_spec_of(tmp_path, **overrides)
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -226,7 +282,8 @@ def test_a_gguf_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "tensors", "fields", "message"),
     [
-        ("gemma", (), {}, "general.architecture is 'gemma'; we run llama"),
+        ("gpt2", (), {}, "general.architecture is 'gpt2'"),
+        ("gemma", (), {}, "general.architecture is 'gemma'; from GGUF we run llama"),
         ("llama", (), {"rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn'"),
         ("llama", (), {"expert_count": 8}, "expert_count = 8"),
         ("llama", ("rope_freqs.weight",), {}, "rope_freqs.weight"),

@@ -18,7 +18,7 @@ def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, e.g. http://127.0.0.1:8000")],
     model: Annotated[
         str | None,
-        typer.Option(help="Model to ask for.  [default: the first the server names]", show_default=False),
+        typer.Option(help="Model to ask for (default: the first the server names).", show_default=False),
     ] = None,
     concurrency: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Closed loop: requests in flight, one level each.")
@@ -29,7 +29,7 @@ def bench(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(help="Requests a level.  [default: 4 alone, else 3 for each in flight]", show_default=False),
+        typer.Option(help="Requests a level (default: 4 alone, else 3 for each in flight).", show_default=False),
     ] = None,
     input_len: Annotated[int, typer.Option(help="Prompt tokens, about: measured by the server's usage.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
@@ -40,7 +40,7 @@ def bench(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Of prompts and arrivals.  [default: a new one: no cache knows the prompts]", show_default=False
+            help="Of prompts and arrivals (default: a new one: no cache knows the prompts).", show_default=False
         ),
     ] = None,
     json_file: Annotated[

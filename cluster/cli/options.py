@@ -9,49 +9,49 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A folder in Hugging Face layout, a .gguf file, a hub id org/name[@revision], or a built-in name "
-        "(smollm2-135m). May come from --config instead.",
+        help="A folder in Hugging Face layout, a .gguf file, a hub id (org/name or org/name@revision), or a "
+        "built-in name (smollm2-135m). May come from --config instead.",
         show_default=False,
     ),
 ]
 TensorParallel = Annotated[
-    int | None, typer.Option("--tp", help="Ranks that hold the model together.  [default: 1]", show_default=False)
+    int | None, typer.Option("--tp", help="Ranks that hold the model together (default: 1).", show_default=False)
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(help="Where to compute.  [default: auto]", show_default=False),
+    typer.Option(help="Where to compute (default: auto).", show_default=False),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
-    typer.Option(help="How to compute.  [default: auto]", show_default=False),
+    typer.Option(help="How to compute (default: auto).", show_default=False),
 ]
 ServedModelName = Annotated[
     str | None,
-    typer.Option(help="The name in the API and in request files.  [default: from MODEL]", show_default=False),
+    typer.Option(help="The name in the API and in request files (default: from MODEL).", show_default=False),
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(help="Tokens a sequence may have.  [default: what the model can]", show_default=False),
+    typer.Option(help="Tokens a sequence may have (default: what the model can).", show_default=False),
 ]
 KvCacheMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="KV cache over all ranks, e.g. 2GiB.  [default on CPU: 2GiB or 25% of what is free]",
+        help="KV cache over all ranks, e.g. 2GiB (default on CPU: 2GiB or 25% of what is free).",
         show_default=False,
     ),
 ]
 MaxNumSeqs = Annotated[
-    int | None, typer.Option(help="Sequences in one step at the most.  [default: 256]", show_default=False)
+    int | None, typer.Option(help="Sequences in one step at the most (default: 256).", show_default=False)
 ]
 MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option(help="Tokens in one step at the most.  [default: 512]", show_default=False)
+    int | None, typer.Option(help="Tokens in one step at the most (default: 512).", show_default=False)
 ]
 PrefixCache = Annotated[
     bool | None,
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
-        help="Compute equal beginnings of prompts once.  [default: yes]",
+        help="Compute equal beginnings of prompts once (default: yes).",
         show_default=False,
     ),
 ]

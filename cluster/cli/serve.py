@@ -20,10 +20,10 @@ def serve(
     dtype: options.Dtype = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; 0.0.0.0 for all.  [default: 127.0.0.1]", show_default=False),
+        typer.Option(help="Address to listen on; 0.0.0.0 for all (default: 127.0.0.1).", show_default=False),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on.  [default: 8000]", show_default=False)
+        int | None, typer.Option(help="Port to listen on (default: 8000).", show_default=False)
     ] = None,
     served_model_name: options.ServedModelName = None,
     max_model_len: options.MaxModelLen = None,
@@ -32,11 +32,11 @@ def serve(
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     prefix_cache: options.PrefixCache = None,
     max_waiting_requests: Annotated[
-        int | None, typer.Option(help="More waiting than this: 429.  [default: 512]", show_default=False)
+        int | None, typer.Option(help="More waiting than this: 429 (default: 512).", show_default=False)
     ] = None,
     drain_deadline_s: Annotated[
         float | None,
-        typer.Option(help="Seconds that running streams get at the end.  [default: 60]", show_default=False),
+        typer.Option(help="Seconds that running streams get at the end (default: 60).", show_default=False),
     ] = None,
     address: Annotated[
         str | None,
@@ -47,9 +47,7 @@ def serve(
     ] = None,
     proxy: Annotated[
         Literal["auto", "serve", "haproxy"] | None,
-        typer.Option(
-            help="What takes HTTP in: Serve's own proxy or HAProxy.  [default: auto]", show_default=False
-        ),
+        typer.Option(help="What takes HTTP in: Serve's own proxy or HAProxy (default: auto).", show_default=False),
     ] = None,
     config: options.ConfigFile = None,
 ) -> None:

@@ -88,7 +88,7 @@ def _pack_deltas(deltas: Sequence[TokenDelta]) -> list[tuple[object, ...]]:
 
 
 def _pack_logprob(logprob: TokenLogprob | None) -> tuple[object, ...] | None:
-    return logprob and (logprob.token_id, logprob.logprob, logprob.top)
+    return None if logprob is None else (logprob.token_id, logprob.logprob, logprob.top)
 
 
 def _unpack_delta(

@@ -50,12 +50,12 @@ class ChoiceText:
             return self._gain(delta, self._detokenizer.push(delta.token_ids), delta.token_ids)
         _raise_if_given_up(delta)
         text, num_pushed = self._push_tokens(delta, self._num_shown(delta))
-        if self._matcher.matched is not None:
+        if self._has_matched():
             return self._matched(delta, text, delta.token_ids[:num_pushed])
         if delta.finish_reason is None:
             return self._gain(delta, text, delta.token_ids)
         text += self._matcher.push(self._detokenizer.finish())
-        if self._matcher.matched is not None:
+        if self._has_matched():
             return self._matched(delta, text, delta.token_ids)
         text += self._matcher.finish()
         return self._gain(delta, text, delta.token_ids, delta.finish_reason, self._stop_token(delta))
@@ -81,9 +81,12 @@ class ChoiceText:
                 pieces.append(piece)
                 continue
             pieces.append(self._matcher.push(piece))
-            if self._matcher.matched is not None:
+            if self._has_matched():
                 return "".join(pieces), position + 1
         return "".join(pieces), num_shown
+
+    def _has_matched(self) -> bool:
+        return self._matcher.matched is not None
 
     def _stop_token(self, delta: TokenDelta) -> int | None:
         """The stop token that the user asked for; None for the model's own end of sequence."""
@@ -106,7 +109,7 @@ class ChoiceText:
         logprobs: tuple[TokenLogprob, ...] = ()
         offsets: tuple[int, ...] = ()
         if self._has_logprobs:
-            to_the_end = self.finished and self._matcher.matched is None
+            to_the_end = self.finished and not self._has_matched()
             shown = self._tokens.release(len(text), all_text=to_the_end)
             offsets = tuple(offset for offset, _ in shown)
             logprobs = tuple(logprob for _, logprob in shown)

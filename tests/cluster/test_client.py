@@ -185,5 +185,5 @@ def test_parameters_and_options_go_along() -> None:
     handle = Handle(COMPLETION)
     Client(handle).generate("x", sampling, options)
     assert handle.arguments == ("x", sampling, options)
-    list(Client(handle).stream_chat([], sampling, options))
-    assert handle.arguments == ([], sampling, options)
+    list(Client(handle).stream("y", sampling, options))
+    assert handle.arguments == ("y", sampling, options)

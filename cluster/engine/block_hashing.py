@@ -11,20 +11,22 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 BlockHash = Callable[[bytes], bytes]
-
-_DIGEST_BYTES = 16
 
 
 def digest(data: bytes) -> bytes:
     """The same in every process: unlike Python's hash, it has no seed."""
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    return hashlib.sha256(data).digest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class BlockText:
-    """All the text up to the end of one full block. Links are shared: equal texts are often one object."""
+    """All the text up to the end of one full block. Links are shared: equal texts are often one object.
+
+    Never changed once made. Not frozen, which would cost a third of the making.
+    """
 
     before: "BlockText | None" = field(repr=False)  # None: this is a root
     content: tuple[int, ...] | tuple[tuple[str, str], ...]  # a block's tokens, or the fields of a root
@@ -43,7 +45,12 @@ def root_text(fields: Mapping[str, str], block_hash: BlockHash = digest) -> Bloc
 
 def next_text(before: BlockText, token_ids: tuple[int, ...], block_hash: BlockHash = digest) -> BlockText:
     """`before`, and one full block after it."""
-    return BlockText(before, token_ids, block_hash(before.hash + struct.pack(f"<{len(token_ids)}q", *token_ids)))
+    return BlockText(before, token_ids, block_hash(before.hash + _packing(len(token_ids)).pack(*token_ids)))
+
+
+@cache
+def _packing(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<{num_tokens}q")
 
 
 def same_text(one: BlockText | None, other: BlockText | None) -> bool:

@@ -66,13 +66,14 @@ class PrefixCache:
 
     def keep(self, sequence: Sequence) -> None:
         """Cache what earlier plans have computed of it."""
-        for block, text in self._new_texts(sequence):
-            self._pool.cache(block, text)
+        for number in self._new_blocks(sequence):
+            self._pool.cache(sequence.blocks[number], self._text_of(sequence, number))
 
     def keep_after_plan(self, sequence: Sequence) -> None:
         """The same, when the last of it is computed by the plan in the making."""
-        for block, text in self._new_texts(sequence):
-            self._coming.append((block, text))
+        for number in self._new_blocks(sequence):
+            text = self._text_of(sequence, number)
+            self._coming.append((sequence.blocks[number], text))
             self._coming_texts[text.hash] = text
 
     def end_plan(self) -> None:
@@ -83,14 +84,13 @@ class PrefixCache:
             self._coming.clear()
             self._coming_texts.clear()
 
-    def _new_texts(self, sequence: Sequence) -> list[tuple[int, BlockText]]:
-        """Full blocks with confirmed tokens that have not been offered yet."""
-        if not self._enabled:
-            return []
-        num_tokens = min(len(sequence.token_ids), sequence.num_computed_tokens)
+    def _new_blocks(self, sequence: Sequence) -> range:
+        """The numbers of full blocks with confirmed tokens that were not offered yet; they are from now on."""
+        num_tokens = min(len(sequence.token_ids), sequence.num_computed_tokens) if self._enabled else 0
         numbers = range(sequence.num_kept_blocks, num_tokens // self._pool.block_size)
-        sequence.num_kept_blocks = max(sequence.num_kept_blocks, numbers.stop)
-        return [(sequence.blocks[number], self._text_of(sequence, number)) for number in numbers]
+        if numbers:
+            sequence.num_kept_blocks = numbers.stop
+        return numbers
 
     def _most_to_find(self, sequence: Sequence) -> int:
         """Full blocks before the last token."""

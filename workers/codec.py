@@ -1,12 +1,13 @@
 """Messages to bytes and back: a version byte, then msgpack. No pickle, nothing that runs code.
 
 Compact because every step crosses here twice: what a plan says of its known sequences, and a result of its
-outputs, travels as columns of fixed-width integers, and settings as fixed structs. Knows the messages of
+outputs, travels as columns of fixed-width numbers, and settings as fixed structs. Knows the messages of
 `workers.protocol`; knows nothing of sockets.
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, assert_never
@@ -16,7 +17,9 @@ import msgpack
 from workers.errors import ProtocolError
 from workers.protocol import (
     PROTOCOL_VERSION,
+    Adjustments,
     KnownSequence,
+    Logprobs,
     Message,
     NewSequence,
     SamplingSettings,
@@ -32,7 +35,9 @@ from workers.protocol import (
 _VERSION = bytes([PROTOCOL_VERSION])
 _PLAN, _STOP, _RESULT, _FAILURE = 1, 2, 3, 4
 
-_SAMPLING = struct.Struct("<dQdQI")  # temperature, top_k, top_p, seed, choice
+# temperature, top_k, top_p, seed, choice, min_p, logprobs, prompt_logprobs; of the last two -1 is None
+_SAMPLING = struct.Struct("<dQdQIdbb")
+_PENALTIES = struct.Struct("<dddQ")  # repetition, presence, frequency, min_tokens
 _TIMINGS = struct.Struct("<5d")
 _MALFORMED = (ValueError, TypeError, LookupError, OverflowError, struct.error)  # UnicodeError is a ValueError
 
@@ -92,6 +97,12 @@ def _to_fields(message: Message) -> tuple[Any, ...]:
                 _longs([output.sequence_id for output in message.outputs]),
                 _ints([len(output.token_ids) for output in message.outputs]),
                 _ints([token_id for output in message.outputs for token_id in output.token_ids]),
+                [(i, _logprobs_to_fields(o.logprobs)) for i, o in enumerate(message.outputs) if o.logprobs],
+                [
+                    (i, _logprobs_to_fields(o.prompt_logprobs))
+                    for i, o in enumerate(message.outputs)
+                    if o.prompt_logprobs
+                ],
                 _TIMINGS.pack(timings.wait, timings.prepare, timings.forward, timings.collectives, timings.sample),
             )
         case StepFailure():
@@ -113,10 +124,47 @@ def _new_to_fields(sequence: NewSequence) -> tuple[Any, ...]:
         sequence.sequence_id,
         _ints(sequence.token_ids),
         sequence.num_prompt_tokens,
-        _SAMPLING.pack(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.choice),
+        _SAMPLING.pack(
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.seed,
+            sampling.choice,
+            sampling.min_p,
+            -1 if sampling.logprobs is None else sampling.logprobs,
+            -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+        ),
+        None if sampling.adjustments is None else _adjustments_to_fields(sampling.adjustments),
         _ints(sequence.blocks),
         sequence.num_computed_tokens,
         sequence.num_new_tokens,
+    )
+
+
+def _adjustments_to_fields(adjustments: Adjustments) -> tuple[Any, ...]:
+    allowed = adjustments.allowed_token_ids
+    return (
+        _PENALTIES.pack(
+            adjustments.repetition_penalty,
+            adjustments.presence_penalty,
+            adjustments.frequency_penalty,
+            adjustments.min_tokens,
+        ),
+        _ints(token_id for token_id, _ in adjustments.logit_bias),
+        _doubles(bias for _, bias in adjustments.logit_bias),
+        None if allowed is None else _ints(allowed),
+        _ints(adjustments.stop_token_ids),
+        [_ints(word) for word in adjustments.bad_words],
+    )
+
+
+def _logprobs_to_fields(logprobs: Logprobs) -> tuple[Any, ...]:
+    return (
+        logprobs.start,
+        _floats(logprobs.chosen),
+        logprobs.num_top,
+        _ints(logprobs.top_ids),
+        _floats(logprobs.top),
     )
 
 
@@ -151,6 +199,7 @@ def _read_new(
     token_ids: bytes,
     num_prompt_tokens: Any,
     sampling: bytes,
+    adjustments: Any,
     blocks: bytes,
     num_computed_tokens: Any,
     num_new_tokens: Any,
@@ -159,10 +208,41 @@ def _read_new(
         sequence_id=SequenceId(_integer(sequence_id)),
         token_ids=_read_ints(token_ids),
         num_prompt_tokens=_integer(num_prompt_tokens),
-        sampling=SamplingSettings(*_SAMPLING.unpack(sampling)),
+        sampling=_read_sampling(sampling, adjustments),
         blocks=_read_ints(blocks),
         num_computed_tokens=_integer(num_computed_tokens),
         num_new_tokens=_integer(num_new_tokens),
+    )
+
+
+def _read_sampling(data: bytes, adjustments: Any) -> SamplingSettings:
+    temperature, top_k, top_p, seed, choice, min_p, logprobs, prompt_logprobs = _SAMPLING.unpack(data)
+    return SamplingSettings(
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        choice,
+        min_p,
+        None if adjustments is None else _read_adjustments(*adjustments),
+        None if logprobs < 0 else logprobs,
+        None if prompt_logprobs < 0 else prompt_logprobs,
+    )
+
+
+def _read_adjustments(
+    penalties: bytes, bias_ids: bytes, biases: bytes, allowed: bytes | None, stop_token_ids: bytes, bad_words: Any
+) -> Adjustments:
+    repetition, presence, frequency, min_tokens = _PENALTIES.unpack(penalties)
+    return Adjustments(
+        logit_bias=tuple(zip(_read_ints(bias_ids), _read_doubles(biases), strict=True)),
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        allowed_token_ids=None if allowed is None else _read_ints(allowed),
+        min_tokens=min_tokens,
+        stop_token_ids=_read_ints(stop_token_ids),
+        bad_words=tuple(map(_read_ints, bad_words)),
     )
 
 
@@ -171,23 +251,49 @@ def _read_stop(incarnation: Any) -> StopWorkers:
 
 
 def _read_result(
-    incarnation: Any, step: Any, sequence_ids: bytes, counts: bytes, token_ids: bytes, timings: bytes
+    incarnation: Any,
+    step: Any,
+    sequence_ids: bytes,
+    counts: bytes,
+    token_ids: bytes,
+    logprobs: Any,
+    prompt_logprobs: Any,
+    timings: bytes,
 ) -> StepResult:
     ids, lengths, tokens = _read_longs(sequence_ids), _read_ints(counts), _read_ints(token_ids)
     ends = list(accumulate(lengths))
     if len(ids) != len(lengths) or (ends[-1] if ends else 0) != len(tokens):
         raise ValueError(f"{len(ids)} outputs with {len(lengths)} lengths for {len(tokens)} tokens")
+    outputs = [
+        SequenceOutput(SequenceId(sequence_id), tokens[end - length : end])
+        for sequence_id, length, end in zip(ids, lengths, ends, strict=True)
+    ]
+    for index, found in _read_logprobs(logprobs):
+        outputs[index] = replace(outputs[index], logprobs=found)
+    for index, found in _read_logprobs(prompt_logprobs):
+        outputs[index] = replace(outputs[index], prompt_logprobs=found)
     return StepResult(
         incarnation=_integer(incarnation),
         step=_integer(step),
-        outputs=tuple(
-            [
-                SequenceOutput(SequenceId(sequence_id), tokens[end - length : end])
-                for sequence_id, length, end in zip(ids, lengths, ends, strict=True)
-            ]
-        ),
+        outputs=tuple(outputs),
         timings=StepTimings(*_TIMINGS.unpack(timings)),
     )
+
+
+def _read_logprobs(fields: Any) -> Iterator[tuple[int, Logprobs]]:
+    """The log-probabilities of some outputs, each with the index of its output."""
+    for index, (start, chosen, num_top, top_ids, top) in fields:
+        if index < 0:
+            raise ValueError(f"log-probabilities of the output number {index}")
+        found = Logprobs(
+            _integer(start), _read_floats(chosen), _integer(num_top), _read_ints(top_ids), _read_floats(top)
+        )
+        if not len(found.chosen) * found.num_top == len(found.top_ids) == len(found.top):
+            raise ValueError(
+                f"{len(found.chosen)} tokens with {found.num_top} alternatives each, but {len(found.top_ids)} ids "
+                f"and {len(found.top)} log-probabilities of alternatives"
+            )
+        yield index, found
 
 
 def _read_failure(incarnation: Any, step: Any, rank: Any, message: Any, traceback: Any) -> StepFailure:
@@ -212,12 +318,30 @@ def _longs(values: Iterable[int]) -> bytes:
     return struct.pack(f"<{len(values)}Q", *values)
 
 
+def _floats(values: Iterable[float]) -> bytes:
+    values = tuple(values)
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _doubles(values: Iterable[float]) -> bytes:
+    values = tuple(values)
+    return struct.pack(f"<{len(values)}d", *values)
+
+
 def _read_ints(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 4}I", data)
 
 
 def _read_longs(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
+
+
+def _read_floats(data: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def _read_doubles(data: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(data) // 8}d", data)
 
 
 def _integer(value: Any) -> int:

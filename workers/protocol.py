@@ -11,9 +11,26 @@ Knows tokens and blocks; knows nothing of text, HTTP, Ray or torch.
 from dataclasses import dataclass, field
 from typing import NewType
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 SequenceId = NewType("SequenceId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustments:
+    """What changes a row's logits before its token is chosen. All token ids are in the vocabulary.
+
+    A rank applies a mask (the last four) only as far as it leaves a token to choose.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added)
+    repetition_penalty: float = 1.0  # 1 = off; counts prompt and output
+    presence_penalty: float = 0.0  # counts the output, as does the next
+    frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] | None = None  # None = all
+    min_tokens: int = 0  # as long as the output is shorter, none of the next is chosen
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that are never completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,10 @@ class SamplingSettings:
     top_p: float  # 1 = off
     seed: int  # 0 <= seed < 2**64; drawn at submission when the user gave none
     choice: int  # index of the choice within its request: part of the random stream's key
+    min_p: float = 0.0  # 0 = off
+    adjustments: Adjustments | None = None  # None: none of them, which is faster than defaults
+    logprobs: int | None = None  # None: none; otherwise this many alternatives beside each new token
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +92,31 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely consecutive tokens of a sequence were in the model's own distribution.
+
+    Natural logarithms after a softmax of the logits as the model gives them: before temperature, penalties, biases
+    and filters. The likeliest stand row by row, likeliest first, equal ones by id.
+    """
+
+    start: int  # position of the first of the tokens in its sequence
+    chosen: tuple[float, ...]  # one a token
+    num_top: int = 0
+    top_ids: tuple[int, ...] = ()  # num_top a token
+    top: tuple[float, ...] = ()  # theirs
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """The tokens that one sequence gained in a step (one, until speculation gives several)."""
+    """What one sequence gained in a step: tokens (one, until speculation gives several), and log-probabilities.
+
+    These are of `token_ids`, and of the prompt tokens that follow the ones computed in the step, where asked.
+    """
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +132,7 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What rank 0 reports of a finished step. Sequences that did not sample are absent."""
+    """What rank 0 reports of a finished step. Sequences that gained nothing are absent."""
 
     incarnation: int
     step: int

@@ -12,11 +12,14 @@ import torch
 from model_shards.group import TensorParallelGroup
 from model_shards.model import ShardedModel
 from workers.attention.select import select_attention
-from workers.batch import BatchPacker
+from workers.batch import Batch, BatchPacker
 from workers.config import WorkerConfig
 from workers.kv_cache import KvCache
-from workers.protocol import SequenceOutput, StepPlan, StepResult, StepTimings
-from workers.sampling.sampler import Draw, Sampler
+from workers.prompt_logprobs import PromptScorer
+from workers.protocol import Logprobs, SequenceId, SequenceOutput, StepPlan, StepResult, StepTimings
+from workers.sampling.adjustments import check_token_ids
+from workers.sampling.logprobs import columns
+from workers.sampling.sampler import Draw, Sampler, Samples
 from workers.sequences import SequenceMirror
 
 
@@ -60,16 +63,19 @@ class Runner:
             local_start=model.local_vocab_start,
             local_size=model.local_vocab_size,
         )
+        self._prompts = PromptScorer(model, self._sampler)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. The result is equal on every rank but for its timings; rank 0's is the one that is sent.
+        """Run one step. Rank 0's result is the one that is sent; others lack its log-probabilities and timings.
 
         Raises `ProtocolError` for a plan that cannot be and `GroupBroken` when a peer is gone; the runner cannot
         be used after either.
         """
         self._collective_seconds()
         started = time.perf_counter()
+        for new in plan.new:
+            check_token_ids(new, self._model.vocab_size)
         scheduled = self._mirror.apply(plan)
         if not scheduled:
             return self._heartbeat(plan)
@@ -78,18 +84,15 @@ class Runner:
         prepared = time.perf_counter()
 
         hidden = self._model.forward(batch.token_ids, batch.positions, attention)
+        prompt_logprobs = self._prompts.score(hidden, batch)
         sampling = batch.sampling
         logits = self._model.local_logits(hidden[batch.sampled_rows]) if sampling else None
         forward_collectives = self._collective_seconds()
         computed = time.perf_counter()
 
-        draws = [Draw(sequence.sampling, len(sequence.token_ids)) for sequence in sampling]
-        token_ids = [] if logits is None else self._sampler.sample(logits, draws)
-        outputs = tuple(
-            SequenceOutput(sequence.sequence_id, (token_id,))
-            for sequence, token_id in zip(sampling, token_ids, strict=True)
-        )
-        self._mirror.advance(batch.scheduled, [output.token_ids for output in outputs])
+        samples = Samples([], {}) if logits is None else self._sampler.sample(logits, _draws(batch))
+        outputs = _outputs(batch, samples, prompt_logprobs)
+        self._mirror.advance(batch.scheduled, [(token_id,) for token_id in samples.token_ids])
         sample_collectives = self._collective_seconds()
         timings = StepTimings(
             prepare=prepared - started,
@@ -108,3 +111,30 @@ class Runner:
 
     def _collective_seconds(self) -> float:
         return self._timed.take_seconds() if self._timed is not None else 0.0
+
+
+def _draws(batch: Batch) -> list[Draw]:
+    """What is asked for each row that samples."""
+    return [
+        Draw(sequence.sampling, len(sequence.token_ids), sequence.token_ids, sequence.num_prompt_tokens)
+        for sequence in batch.sampling
+    ]
+
+
+def _outputs(
+    batch: Batch, samples: Samples, prompt_logprobs: dict[SequenceId, Logprobs]
+) -> tuple[SequenceOutput, ...]:
+    """What the sequences gained, in batch order. The mirror must not have advanced yet."""
+    outputs = []
+    row = 0
+    for entry in batch.scheduled:
+        sequence = entry.sequence
+        about_prompt = prompt_logprobs.get(sequence.sequence_id)
+        if entry.samples:
+            found = samples.scores.get(row)
+            logprobs = None if found is None else columns(len(sequence.token_ids), [found])
+            outputs.append(SequenceOutput(sequence.sequence_id, (samples.token_ids[row],), logprobs, about_prompt))
+            row += 1
+        elif about_prompt is not None:
+            outputs.append(SequenceOutput(sequence.sequence_id, (), prompt_logprobs=about_prompt))
+    return tuple(outputs)

@@ -5,6 +5,7 @@ and the same sampled ids in the same order, so their mirrors are equal. What can
 `ProtocolError`, after which the mirror must not be used any more: the whole incarnation ends with it.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class LiveSequence:
     """Invariant between steps: `num_computed` <= len(`token_ids`), and `blocks` cover what is computed."""
 
     sequence_id: SequenceId
-    token_ids: list[int]
+    token_ids: "array[int]"  # of type q: numpy reads it without a copy
     num_prompt_tokens: int
     sampling: SamplingSettings
     blocks: list[int]
@@ -97,7 +98,7 @@ class SequenceMirror:
         self._check_blocks(new.blocks, new.sequence_id)
         sequence = LiveSequence(
             new.sequence_id,
-            list(new.token_ids),
+            array("q", new.token_ids),
             new.num_prompt_tokens,
             new.sampling,
             list(new.blocks),

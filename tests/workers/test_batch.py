@@ -1,5 +1,7 @@
 """Packing: every row of the flat batch, by hand."""
 
+from array import array
+
 import torch
 
 from tests.workers.plans import GREEDY, worker_config
@@ -9,7 +11,7 @@ from workers.sequences import LiveSequence, ScheduledSequence
 
 
 def live(number: int, num_tokens: int, num_computed: int, blocks: list[int]) -> LiveSequence:
-    token_ids = [100 * number + place for place in range(num_tokens)]
+    token_ids = array("q", range(100 * number, 100 * number + num_tokens))
     return LiveSequence(SequenceId(number), token_ids, num_tokens, GREEDY, blocks, num_computed)
 
 

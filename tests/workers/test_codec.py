@@ -12,7 +12,9 @@ from workers.codec import decode, encode
 from workers.errors import ProtocolError
 from workers.protocol import (
     PROTOCOL_VERSION,
+    Adjustments,
     KnownSequence,
+    Logprobs,
     Message,
     NewSequence,
     SamplingSettings,
@@ -33,7 +35,29 @@ ids = u64.map(SequenceId)
 numbers = st.floats(allow_nan=False)
 ints = st.lists(u32, max_size=8).map(tuple)
 
-sampling = st.builds(SamplingSettings, temperature=numbers, top_k=u64, top_p=numbers, seed=u64, choice=u32)
+adjustments = st.builds(
+    Adjustments,
+    logit_bias=st.lists(st.tuples(u32, numbers), max_size=4).map(tuple),
+    repetition_penalty=numbers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    allowed_token_ids=st.none() | ints,
+    min_tokens=u64,
+    stop_token_ids=ints,
+    bad_words=st.lists(ints, max_size=3).map(tuple),
+)
+sampling = st.builds(
+    SamplingSettings,
+    temperature=numbers,
+    top_k=u64,
+    top_p=numbers,
+    seed=u64,
+    choice=u32,
+    min_p=numbers,
+    adjustments=st.none() | adjustments,
+    logprobs=st.none() | st.integers(0, 127),
+    prompt_logprobs=st.none() | st.integers(0, 127),
+)
 new_sequences = st.builds(
     NewSequence,
     sequence_id=ids,
@@ -53,11 +77,33 @@ plans = st.builds(
     known=st.lists(known_sequences, max_size=6).map(tuple),
     ended=st.lists(ids, max_size=4).map(tuple),
 )
+floats = st.floats(allow_nan=False, width=32)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> Logprobs:
+    count, num_top = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    return Logprobs(
+        draw(u64),
+        tuple(draw(floats) for _ in range(count)),
+        num_top,
+        tuple(draw(u32) for _ in range(count * num_top)),
+        tuple(draw(floats) for _ in range(count * num_top)),
+    )
+
+
+outputs = st.builds(
+    SequenceOutput,
+    sequence_id=ids,
+    token_ids=ints,
+    logprobs=st.none() | logprobs(),
+    prompt_logprobs=st.none() | logprobs(),
+)
 results = st.builds(
     StepResult,
     incarnation=u64,
     step=u64,
-    outputs=st.lists(st.builds(SequenceOutput, sequence_id=ids, token_ids=ints), max_size=6).map(tuple),
+    outputs=st.lists(outputs, max_size=6).map(tuple),
     timings=st.builds(StepTimings, numbers, numbers, numbers, numbers, numbers),
 )
 failures = st.builds(
@@ -78,12 +124,36 @@ RESULT = StepResult(
 FAILURE = StepFailure(2, 7, 1, "ValueError: no", "Traceback ...")
 
 
+ADJUSTED = replace(
+    PLAN,
+    new=(
+        replace(
+            PLAN.new[0],
+            sampling=replace(
+                PLAN.new[0].sampling,
+                adjustments=Adjustments(
+                    logit_bias=((3, -1.5),), allowed_token_ids=(3, 4), bad_words=((5, 6), (7,))
+                ),
+                prompt_logprobs=2,
+            ),
+        ),
+    ),
+)
+SCORED = replace(
+    RESULT,
+    outputs=(
+        SequenceOutput(SequenceId(1), (), prompt_logprobs=Logprobs(1, (-0.5, -2.0), 1, (7, 8), (-0.25, -1.0))),
+        SequenceOutput(SequenceId(2), (6,), logprobs=Logprobs(4, (-0.125,))),
+    ),
+)
+
+
 @given(messages)
 def test_every_message_comes_back_equal(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("message", [PLAN, RESULT, FAILURE, StopWorkers(2)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("message", [PLAN, ADJUSTED, RESULT, SCORED, FAILURE, StopWorkers(2)])
 def test_values_come_back_with_their_types(message: Message) -> None:
     again = decode(encode(message))
     assert repr(again) == repr(message)
@@ -128,7 +198,7 @@ def test_a_field_of_another_type_is_refused(message: Message) -> None:
                 decode(VERSION + msgpack.packb(changed))
 
 
-@pytest.mark.parametrize("message", [PLAN, RESULT, FAILURE, StopWorkers(2)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("message", [PLAN, ADJUSTED, RESULT, SCORED, FAILURE, StopWorkers(2)])
 def test_every_truncation_is_refused(message: Message) -> None:
     data = encode(message)
     for length in range(len(data)):
@@ -166,6 +236,30 @@ def test_new_blocks_of_no_known_sequence_are_refused(index: int) -> None:
         decode(VERSION + msgpack.packb(fields))
 
 
+@pytest.mark.parametrize("column", [6, 7])
+@pytest.mark.parametrize("index", [-1, 2, 2**63])
+def test_log_probabilities_of_no_output_are_refused(column: int, index: int) -> None:
+    fields = msgpack.unpackb(encode(RESULT)[1:])
+    fields[column] = [(index, (0, b"", 0, b"", b""))]
+    with pytest.raises(ProtocolError, match="StepResult"):
+        decode(VERSION + msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_alternatives_that_do_not_add_up_are_refused(num_top: int) -> None:
+    fields = msgpack.unpackb(encode(SCORED)[1:])
+    fields[7][0][1][2] = num_top
+    with pytest.raises(ProtocolError, match=f"2 tokens with {num_top} alternatives each"):
+        decode(VERSION + msgpack.packb(fields))
+
+
+def test_adjustments_that_nobody_asks_for_cost_one_byte() -> None:
+    adjusted = replace(PLAN.new[0], sampling=replace(PLAN.new[0].sampling, adjustments=Adjustments()))
+    fields = msgpack.unpackb(encode(PLAN)[1:])
+    assert fields[3][0][4] is None
+    assert len(encode(replace(PLAN, new=(adjusted,)))) > len(encode(PLAN)) + 30
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -173,6 +267,7 @@ def test_new_blocks_of_no_known_sequence_are_refused(index: int) -> None:
         replace(PLAN, known=(KnownSequence(SequenceId(1), 2**32),)),
         replace(PLAN, incarnation=2**64),
         replace(RESULT, outputs=(SequenceOutput(SequenceId(1), (-5,)),)),
+        replace(RESULT, outputs=(SequenceOutput(SequenceId(1), (5,), Logprobs(0, (), 1, (2**32,), (0.0,))),)),
     ],
 )
 def test_a_number_that_does_not_fit_is_refused_when_encoding(message: Message) -> None:

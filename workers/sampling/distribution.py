@@ -1,8 +1,8 @@
-"""One token from one row of logits and one uniform number: temperature, then top-k, then top-p.
+"""One token from one row of logits and one uniform number: temperature, then top-k, then top-p, then min-p.
 
 The order and the meaning are the field's (transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper`,
-`TopPLogitsWarper`), with ties settled: equal logits rank by id, so top_k keeps exactly k. Sums are in float64.
-In numpy, which partitions a vocabulary in a third of torch's time and costs less for each small step.
+`TopPLogitsWarper`, `MinPLogitsWarper`), with ties settled: equal logits rank by id, so top_k keeps exactly k. Sums
+are in float64. In numpy, which partitions a vocabulary in a third of torch's time, and small steps cost less.
 
 Knows a row of numbers; knows nothing of ranks, sequences or random generators.
 """
@@ -28,9 +28,10 @@ def draw(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float = 0.0,
 ) -> int:
     """The id whose part of the cumulative distribution, in the order of ids, holds `u` of [0, 1)."""
-    ids = allowed_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    ids = allowed_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     weights = _weights(logits if ids is None else logits[ids], temperature)
     cumulative = (
         torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
@@ -46,25 +47,33 @@ def allowed_ids(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float = 0.0,
 ) -> IdRow | None:  # [allowed], ascending
-    """The ids that top_k and top_p leave; None means all of them."""
+    """The ids that top_k, top_p and min_p leave; None means all of them."""
     limit = top_k if 0 < top_k < len(logits) else len(logits)
     if top_p < 1:
-        return np.sort(_nucleus(logits, temperature, limit, top_p))
-    return np.sort(_greatest(logits, limit)) if limit < len(logits) else None
+        ids = np.sort(_nucleus(logits, temperature, limit, top_p))
+    elif limit < len(logits):
+        ids = np.sort(greatest(logits, limit))
+    elif min_p > 0:
+        ids = np.arange(len(logits))
+    else:
+        return None
+    # The greatest logit is always among `ids` and weighs 1, so a weight is a share of the greatest probability.
+    return ids[_weights(logits[ids], temperature) >= min_p] if min_p > 0 else ids
 
 
 def _nucleus(logits: FloatRow, temperature: float, limit: int, top_p: float) -> IdRow:
     """The fewest of the `limit` greatest ids that hold `top_p` of what these hold together."""
     if limit < len(logits):
-        ids = _greatest(logits, limit)
+        ids = greatest(logits, limit)
         found = _weights(logits[ids], temperature)
         return ids[: _reach(found, top_p * float(found.sum(dtype=np.float64)))]
     weights = _weights(logits, temperature)
     mass = top_p * float(weights.sum(dtype=np.float64))
     count = min(_FIRST_CANDIDATES, limit)
     while True:
-        ids = _greatest(logits, count)
+        ids = greatest(logits, count)
         found = weights[ids]
         if count == limit or found.sum(dtype=np.float64) >= mass:
             return ids[: _reach(found, mass)]
@@ -85,8 +94,8 @@ def _weights(logits: FloatRow, temperature: float) -> FloatRow:
     return scaled
 
 
-def _greatest(logits: FloatRow, count: int) -> IdRow:
-    """The ids of the `count` greatest logits, greatest first, equal ones by id."""
+def greatest(logits: FloatRow, count: int) -> IdRow:
+    """The ids of the `count` greatest logits (at least one), greatest first, equal ones by id."""
     threshold = np.partition(logits, -count)[-count]
     ids = np.flatnonzero(logits >= threshold)  # in the order of ids, with all that tie at the end
     return ids[np.argsort(-logits[ids], kind="stable")[:count]]

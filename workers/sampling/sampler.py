@@ -1,8 +1,8 @@
 """From the ranks' logits of the sampling rows to one token id a row, the same on every rank.
 
-Greedy rows exchange one (value, id) pair a rank and every rank decides alike; drawn rows gather their logits,
-rank 0 draws and broadcasts. A row's token depends on its logits, settings and position only, never on the rest
-of the batch.
+Plain greedy rows exchange one (value, id) pair a rank and every rank decides alike; for all others rank 0 chooses
+from the gathered logits and broadcasts. A row's token depends on its logits, settings and the tokens before it
+only, never on the rest of the batch.
 
 Knows logits, settings and the group; knows nothing of sequences, blocks or models.
 """
@@ -10,15 +10,16 @@ Knows logits, settings and the group; knows nothing of sequences, blocks or mode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from model_shards.group import TensorParallelGroup
-from workers.errors import WorkerError
 from workers.protocol import SamplingSettings
+from workers.sampling.adjustments import adjust
 from workers.sampling.distribution import FloatRow, draw
+from workers.sampling.logprobs import TokenScore, score
 from workers.sampling.randomness import uniform
+from workers.sampling.shards import VocabularyShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,83 +28,100 @@ class Draw:
 
     settings: SamplingSettings
     position: int
+    token_ids: Sequence[int] = ()  # all before that position; looked at for adjustments only
+    num_prompt_tokens: int = 0
 
     @property
     def greedy(self) -> bool:
         return self.settings.temperature == 0
 
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the greatest logit is all that has to be known of the row."""
+        return self.greedy and self.settings.adjustments is None and self.settings.logprobs is None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One token id a row, on every rank; on rank 0 the scores of the rows that ask for log-probabilities."""
+
+    token_ids: list[int]
+    scores: dict[int, TokenScore]  # by row
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A token that is known, whose log-probability is asked for."""
+
+    token_id: int
+    num_top: int
+
 
 class Sampler:
-    """Invariant: the ranks' shards cover the vocabulary without gaps, in rank order, so an id is a column."""
+    """One for each rank of a group."""
 
     def __init__(self, group: TensorParallelGroup, *, vocab_size: int, local_start: int, local_size: int) -> None:
         """A collective: every rank makes its sampler at once. Raises `WorkerError` on gaps or overlaps."""
         self._group = group
-        self._start = local_start
-        shards = group.all_gather(torch.tensor([local_start, local_size])).tolist()
-        self._sizes = [size for _, size in shards]
-        if [start for start, _ in shards] != [sum(self._sizes[:rank]) for rank in range(group.size)] or sum(
-            self._sizes
-        ) != vocab_size:
-            raise WorkerError(
-                f"vocabulary shards (start, size) {shards} do not cover {vocab_size} ids in rank order"
-            )
+        self._shards = VocabularyShards(
+            group, vocab_size=vocab_size, local_start=local_start, local_size=local_size
+        )
 
     def sample(
         self,
         logits: Tensor,  # [rows, local vocabulary] float32
         draws: Sequence[Draw],
-    ) -> list[int]:
-        """The token id of each row. A collective, unless there are no rows."""
-        greedy = [row for row, item in enumerate(draws) if item.greedy]
-        drawn = [row for row, item in enumerate(draws) if not item.greedy]
-        token_ids = [0] * len(draws)
-        if greedy:
-            for row, token_id in zip(greedy, self._greatest(_rows(logits, greedy)), strict=True):
-                token_ids[row] = token_id
-        if drawn:
-            chosen = self._draw(_rows(logits, drawn), [draws[row] for row in drawn])
-            for row, token_id in zip(drawn, chosen, strict=True):
-                token_ids[row] = token_id
-        return token_ids
+    ) -> Samples:
+        """Choose a token for each row. A collective, unless there are no rows."""
+        plain = [row for row, item in enumerate(draws) if item.plain_greedy]
+        others = [row for row, item in enumerate(draws) if not item.plain_greedy]
+        samples = Samples([0] * len(draws), {})
+        if plain:
+            for row, token_id in zip(plain, self._shards.greatest(_rows(logits, plain)), strict=True):
+                samples.token_ids[row] = token_id
+        if others:
+            self._choose(logits, draws, others, samples)
+        return samples
 
-    def _greatest(self, logits: Tensor) -> list[int]:
-        """The id of each row's greatest logit, the lowest id among equals."""
-        pairs = torch.full((len(logits), 2), -torch.inf, dtype=torch.float64)  # holds float32 and ids exactly
-        if logits.shape[1]:
-            local = _argmax(logits)
-            pairs[:, 0] = logits.gather(1, local[:, None]).squeeze(1)
-            pairs[:, 1] = local + self._start
-        everyone = self._group.all_gather(pairs)
-        winners = _argmax(everyone[:, :, 0].T.contiguous())  # the first rank among equals has the lowest id
-        ids: list[int] = everyone[winners, torch.arange(len(logits)), 1].to(torch.int64).tolist()
-        return ids
+    def score(
+        self,
+        logits: Tensor,  # [rows, local vocabulary] float32
+        questions: Sequence[Question],
+    ) -> list[TokenScore]:
+        """How likely one known token a row was; on rank 0, nothing elsewhere. A collective."""
+        rows = self._shards.gather(logits)
+        if self._group.rank != 0:
+            return []
+        return [score(row, item.token_id, item.num_top) for row, item in zip(rows, questions, strict=True)]
 
-    def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """Rank 0 chooses from the gathered logits; what pads a narrower shard is cut away, so it has no id."""
-        padded = torch.nn.functional.pad(logits, (0, max(self._sizes) - logits.shape[1]), value=-torch.inf)
-        shards = self._group.all_gather(padded)
-        token_ids = torch.zeros(len(draws), dtype=torch.int64)
+    def _choose(self, logits: Tensor, draws: Sequence[Draw], chosen: list[int], samples: Samples) -> None:
+        """Let rank 0 decide the rows `chosen`, and write them to `samples`."""
+        whole_rows = self._shards.gather(_rows(logits, chosen))
+        token_ids = torch.zeros(len(chosen), dtype=torch.int64)
         if self._group.rank == 0:
-            pieces = [shard[:, :size] for shard, size in zip(shards.cpu().numpy(), self._sizes, strict=True)]
-            for row, item in enumerate(draws):
-                token_ids[row] = _draw_row(np.concatenate([piece[row] for piece in pieces]), item)
-        chosen: list[int] = self._group.broadcast(token_ids).tolist()
-        return chosen
+            for place, (row, whole) in enumerate(zip(chosen, whole_rows, strict=True)):
+                token_ids[place] = token_id = _choose_token(whole, draws[row])
+                if (num_top := draws[row].settings.logprobs) is not None:
+                    samples.scores[row] = score(whole, token_id, num_top)
+        for row, token_id in zip(chosen, self._group.broadcast(token_ids).tolist(), strict=True):
+            samples.token_ids[row] = token_id
 
 
-def _draw_row(logits: FloatRow, item: Draw) -> int:
+def _choose_token(logits: FloatRow, item: Draw) -> int:
     settings = item.settings
-    u = uniform(settings.seed, settings.choice, item.position)
-    return draw(logits, u, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    if settings.adjustments is not None:
+        logits = adjust(logits, settings.adjustments, item.token_ids, item.num_prompt_tokens)
+    if item.greedy:
+        return int(logits.argmax())  # the lowest id among equals
+    return draw(
+        logits,
+        uniform(settings.seed, settings.choice, item.position),
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
-
-
-def _argmax(values: Tensor) -> Tensor:
-    """The first greatest column of each row. numpy vectorises it and torch does not: 0.3 ms for 3 ms."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(values.numpy().argmax(axis=1))
-    return values.argmax(dim=1)

@@ -6,6 +6,7 @@ import torch
 from torch import softmax
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,12 +22,16 @@ def random_logits(seed: int, scale: float = 3.0) -> FloatRow:
     return np.random.default_rng(seed).standard_normal(VOCABULARY, dtype=np.float32) * np.float32(scale)
 
 
-def kept_by_transformers(logits: FloatRow, temperature: float, top_k: int, top_p: float) -> list[int]:
+def kept_by_transformers(
+    logits: FloatRow, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> list[int]:
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
     scores = processors(torch.LongTensor([[0]]), torch.from_numpy(logits)[None].double())
     return scores[0].isfinite().nonzero().squeeze(1).tolist()
 
@@ -40,6 +45,25 @@ def test_filters_keep_what_transformers_keeps(temperature: float, top_k: int, to
         kept = allowed_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p)
         found = list(range(VOCABULARY)) if kept is None else kept.tolist()
         assert found == kept_by_transformers(logits, temperature, top_k, top_p)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9), (700, 0.5)])
+@pytest.mark.parametrize("min_p", [1e-4, 0.05, 0.5, 1.0])
+def test_min_p_keeps_what_transformers_keeps(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    for seed in range(3):
+        logits = random_logits(seed)
+        kept = allowed_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert kept is not None
+        assert kept.tolist() == kept_by_transformers(logits, temperature, top_k, top_p, min_p)
+
+
+def test_min_p_of_one_keeps_all_that_tie_with_the_greatest() -> None:
+    logits = np.zeros(20, dtype=np.float32)
+    logits[[4, 17]] = 2.5
+    kept = allowed_ids(logits, temperature=0.7, top_k=0, top_p=1.0, min_p=1.0)
+    assert kept is not None
+    assert kept.tolist() == [4, 17]
 
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
@@ -85,14 +109,19 @@ def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
     assert token_id == greatest if temperature < 1 else abs(token_id - VOCABULARY / 2) < 5
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.8), (9, 0.9)])
-def test_draws_follow_the_distribution(top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 1.0, 0.0), (6, 1.0, 0.0), (0, 0.8, 0.0), (9, 0.9, 0.0), (0, 1.0, 0.2), (12, 0.95, 0.1)],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = random_logits(3, scale=1.0)[:16]
-    temperature, num_draws = 1.3, 10_000
-    kept = kept_by_transformers(logits, temperature, top_k, top_p)
+    num_draws = 10_000
+    kept = kept_by_transformers(logits, temperature, top_k, top_p, min_p)
+    assert 1 < len(kept) <= 16
     expected = softmax(torch.from_numpy(logits[kept]).double() / temperature, 0).numpy() * num_draws
     drawn = [
-        draw(logits, uniform(7, 0, position), temperature=temperature, top_k=top_k, top_p=top_p)
+        draw(logits, uniform(7, 0, position), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         for position in range(num_draws)
     ]
     counts = np.bincount(drawn, minlength=16)

@@ -1,5 +1,9 @@
 """One id a row, equal on every rank, whatever else is in the batch; on thread ranks with uneven vocabularies."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,9 +11,10 @@ from torch import Tensor
 from model_shards.group import SingleRank
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 from workers.errors import WorkerError
-from workers.protocol import SamplingSettings
-from workers.sampling.sampler import Draw, Sampler
+from workers.protocol import Adjustments, SamplingSettings
+from workers.sampling.sampler import Draw, Question, Sampler, Samples
 
+T = TypeVar("T")
 VOCABULARY = 1003
 SHARDS = {1: [1003], 2: [512, 491], 3: [384, 384, 235], 4: [501, 0, 1, 501]}
 
@@ -18,15 +23,24 @@ def settings(temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1
     return SamplingSettings(temperature, top_k, top_p, seed, 0)
 
 
-def sample_on(num_ranks: int, logits: Tensor, draws: list[Draw]) -> list[list[int]]:
+def on_ranks(num_ranks: int, logits: Tensor, ask: Callable[[Sampler, Tensor], T]) -> list[T]:
+    """What `ask` gives on each rank, with the rank's sampler and its columns of `logits`."""
     sizes = SHARDS[num_ranks]
 
-    def work(group: ThreadGroup) -> list[int]:
+    def work(group: ThreadGroup) -> T:
         start, size = sum(sizes[: group.rank]), sizes[group.rank]
         sampler = Sampler(group, vocab_size=VOCABULARY, local_start=start, local_size=size)
-        return sampler.sample(logits[:, start : start + size].contiguous(), draws)
+        return ask(sampler, logits[:, start : start + size].contiguous())
 
     return run_ranks(num_ranks, work)
+
+
+def samples_on(num_ranks: int, logits: Tensor, draws: list[Draw]) -> list[Samples]:
+    return on_ranks(num_ranks, logits, lambda sampler, columns: sampler.sample(columns, draws))
+
+
+def sample_on(num_ranks: int, logits: Tensor, draws: list[Draw]) -> list[list[int]]:
+    return [samples.token_ids for samples in samples_on(num_ranks, logits, draws)]
 
 
 def random_logits(rows: int) -> Tensor:
@@ -61,6 +75,74 @@ def test_greedy_rows_of_minus_infinity_but_one(num_ranks: int) -> None:
     assert sample_on(num_ranks, logits, [Draw(settings(0.0), 0)]) == [[1002]] * num_ranks
 
 
+def adjusted_draws() -> list[Draw]:
+    """Greedy and drawn rows, plain and adjusted, some of which ask for log-probabilities."""
+    adjustments = Adjustments(
+        repetition_penalty=1.5, frequency_penalty=0.7, logit_bias=((5, 3.0),), bad_words=((40, 41),), min_tokens=99
+    )
+    return [
+        Draw(
+            replace(
+                settings(0.8 * (row % 2), seed=row),
+                min_p=0.02 * (row % 3),
+                adjustments=adjustments if row % 4 < 2 else None,
+                logprobs=row if row % 5 < 3 else None,
+            ),
+            20,
+            list(range(30 + row, 50 + row)),
+            8,
+        )
+        for row in range(16)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_adjusted_rows_and_scores_are_those_of_one_rank(num_ranks: int) -> None:
+    logits, draws = random_logits(16), adjusted_draws()
+    (expected,) = samples_on(1, logits, draws)
+    assert sorted(expected.scores) == [row for row in range(16) if row % 5 < 3]
+    first, *others = samples_on(num_ranks, logits, draws)
+    assert first == expected
+    assert all(samples == Samples(expected.token_ids, {}) for samples in others)
+
+
+def test_adjusted_rows_and_scores_are_the_same_in_any_batch() -> None:
+    logits, draws = random_logits(16), adjusted_draws()
+    (together,) = samples_on(1, logits, draws)
+    for row, item in enumerate(draws):
+        (alone,) = samples_on(1, logits[row : row + 1], [item])
+        assert alone.token_ids == [together.token_ids[row]]
+        assert alone.scores.get(0) == together.scores.get(row)
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_greedy_chooses_the_greatest_after_adjustment(num_ranks: int) -> None:
+    logits = random_logits(2)
+    best, second = logits[0].topk(2).indices.tolist()
+    adjustments = Adjustments(logit_bias=((best, -100.0),))
+    draws = [Draw(replace(settings(0.0), adjustments=adjustments, logprobs=1), 1, [3], 1), Draw(settings(0.0), 1)]
+    samples = samples_on(num_ranks, logits, draws)
+    assert all(each.token_ids == [second, int(logits[1].argmax())] for each in samples)
+    # Log-probabilities are of the model's own distribution, in which the other token was likelier.
+    raw = torch.log_softmax(logits[0], 0)
+    assert samples[0].scores[0].logprob == pytest.approx(raw[second].item(), abs=1e-5)
+    ((token_id, logprob),) = samples[0].scores[0].top
+    assert token_id == best
+    assert logprob == pytest.approx(raw[best].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", SHARDS)
+def test_known_tokens_are_scored_on_rank_0(num_ranks: int) -> None:
+    logits = random_logits(3)
+    questions = [Question(0, 0), Question(1002, 2), Question(500, 20)]
+    first, *others = on_ranks(num_ranks, logits, lambda sampler, columns: sampler.score(columns, questions))
+    raw = torch.log_softmax(logits, 1)
+    for row, (item, found) in enumerate(zip(questions, first, strict=True)):
+        assert found.logprob == pytest.approx(raw[row, item.token_id].item(), abs=1e-5)
+        assert [token_id for token_id, _ in found.top] == raw[row].topk(item.num_top).indices.tolist()
+    assert all(scores == [] for scores in others)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_padding_of_narrow_shards_is_never_drawn(num_ranks: int) -> None:
     logits = torch.full((200, VOCABULARY), -50.0)  # flat: any id, with padding any place, is as likely as another
@@ -75,9 +157,9 @@ def test_a_row_is_drawn_alike_in_any_batch() -> None:
     logits = random_logits(9)
     draws = [Draw(settings(1.0, seed=row), 10 + row) for row in range(8)] + [Draw(settings(0.0), 3)]
     sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
-    together = sampler.sample(logits, draws)
-    alone = [sampler.sample(logits[row : row + 1], [draws[row]])[0] for row in range(9)]
-    backwards = sampler.sample(logits.flip(0), draws[::-1])[::-1]
+    together = sampler.sample(logits, draws).token_ids
+    alone = [sampler.sample(logits[row : row + 1], [draws[row]]).token_ids[0] for row in range(9)]
+    backwards = sampler.sample(logits.flip(0), draws[::-1]).token_ids[::-1]
     assert together == alone == backwards
 
 
@@ -88,12 +170,12 @@ def test_position_seed_and_choice_each_change_the_draw() -> None:
         for seed, choice, position in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))
     ]
     sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
-    assert len(set(sampler.sample(logits, draws))) == 4
+    assert len(set(sampler.sample(logits, draws).token_ids)) == 4
 
 
 def test_no_rows_are_no_collective() -> None:
     sampler = Sampler(SingleRank(), vocab_size=4, local_start=0, local_size=4)
-    assert sampler.sample(torch.empty(0, 4), []) == []
+    assert sampler.sample(torch.empty(0, 4), []).token_ids == []
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 3), (1, 4), (0, 5)])

@@ -4,12 +4,13 @@ Knows tokens, counts and finish rules; knows nothing of other sequences, plans, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from cluster.engine.block_hashing import BlockText
-from cluster.generation import FinishReason, GenerationRequest
-from workers.protocol import KnownSequence, SamplingSettings, SequenceId
+from cluster.engine.logprobs import PromptLogprobs
+from cluster.generation import FinishReason, GenerationRequest, TokenLogprob
+from workers.protocol import Adjustments, KnownSequence, SamplingSettings, SequenceId
 
 
 class SequenceState(Enum):
@@ -41,6 +42,8 @@ class Sequence:
     num_prompt_tokens: int
     max_total_tokens: int  # it ends by length when it has this many
     stop_token_ids: frozenset[int]
+    min_tokens: int = 0  # a stop token ends it only after this many
+    prompt_logprobs: PromptLogprobs | None = None  # where asked, until they have gone out
     priority: int = 0
     cache_fields: Mapping[str, str] = field(default_factory=dict)  # cached blocks are shared where these are equal
     reads_cache: bool = True
@@ -70,8 +73,12 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens >= self.max_total_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def has_output(self) -> bool:
-        return len(self.token_ids) > self.num_prompt_tokens
+        return self.num_output_tokens > 0
 
     def become(self, state: SequenceState) -> None:
         assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id}: {self.state} -> {state}"
@@ -93,11 +100,20 @@ class Sequence:
         self.num_pending_tokens -= 1
         for position, token in enumerate(token_ids):
             self.token_ids.append(token)
-            if token in self.stop_token_ids:
+            if token in self.stop_token_ids and self.num_output_tokens > self.min_tokens:
                 return token_ids[: position + 1], FinishReason.STOP
             if len(self.token_ids) >= self.max_total_tokens:
                 return token_ids[: position + 1], FinishReason.LENGTH
         return token_ids, None
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Those of the prompt, once; after a preemption the ranks need not find them again."""
+        if self.prompt_logprobs is None:
+            return None
+        found = self.prompt_logprobs.take()
+        self.prompt_logprobs = None
+        self.sampling = replace(self.sampling, prompt_logprobs=None)
+        return found
 
 
 def make_sequence(
@@ -116,13 +132,39 @@ def make_sequence(
         sequence_id=sequence_id,
         request_id=request.request_id,
         sampling=SamplingSettings(
-            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=seed, choice=choice
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=seed,
+            choice=choice,
+            min_p=asked.min_p,
+            adjustments=_adjustments(request, stops),
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
         ),
         token_ids=list(request.prompt_token_ids),
         num_prompt_tokens=len(request.prompt_token_ids),
         max_total_tokens=max_total_tokens,
         stop_token_ids=frozenset(stops),
+        min_tokens=asked.min_tokens,
+        prompt_logprobs=None if asked.prompt_logprobs is None else PromptLogprobs(request.prompt_token_ids),
         priority=request.priority,
         cache_fields={} if request.cache_salt is None else {"cache_salt": request.cache_salt},
         reads_cache=asked.prompt_logprobs is None,  # what is not computed has no logits
     )
+
+
+def _adjustments(request: GenerationRequest, stops: tuple[int, ...]) -> Adjustments | None:
+    """What the ranks do to the logits; None when nothing is asked for, which is faster there."""
+    asked = request.sampling
+    adjustments = Adjustments(
+        logit_bias=asked.logit_bias,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        allowed_token_ids=asked.allowed_token_ids,
+        min_tokens=asked.min_tokens if stops else 0,
+        stop_token_ids=stops if asked.min_tokens else (),
+        bad_words=request.bad_words_ids,
+    )
+    return None if adjustments == Adjustments() else adjustments

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from cluster.engine.executor import Capacity, ExecutorFailed
 from workers.protocol import (
     KnownSequence,
+    Logprobs,
     NewSequence,
     SamplingSettings,
     SequenceId,
@@ -39,6 +40,18 @@ def _set_event() -> threading.Event:
     return event
 
 
+def scripted_logprobs(token_ids: Sequence[int], start: int, end: int, num_top: int) -> Logprobs:
+    """Of the tokens [start, end): numbers that tell the token and its position, exact in float32."""
+    positions = range(start, end)
+    return Logprobs(
+        start,
+        tuple(-float(token_ids[position] * 1024 + position) for position in positions),
+        num_top,
+        tuple(token_ids[position] + rank for position in positions for rank in range(num_top)),
+        tuple(-float(position + rank) for position in positions for rank in range(num_top)),
+    )
+
+
 class BadPlan(AssertionError):
     """A plan that no rank could carry out. A bug of the engine, so not an `ExecutorFailed`."""
 
@@ -47,6 +60,7 @@ class BadPlan(AssertionError):
 class _Mirrored:
     token_ids: list[int]
     sampling: SamplingSettings
+    num_prompt: int
     blocks: list[int]
     num_computed: int
 
@@ -163,7 +177,7 @@ class ScriptedExecutor:
         _demand(new.sequence_id not in self.mirror, f"new sequence {new.sequence_id} is held already")
         _demand(0 < new.num_prompt_tokens <= len(new.token_ids), "the prompt is longer than all tokens")
         _demand(0 <= new.num_computed_tokens < len(new.token_ids), "no token is left to compute")
-        mirrored = _Mirrored(list(new.token_ids), new.sampling, [], new.num_computed_tokens)
+        mirrored = _Mirrored(list(new.token_ids), new.sampling, new.num_prompt_tokens, [], new.num_computed_tokens)
         self.mirror[new.sequence_id] = mirrored
         num_found, rest = divmod(new.num_computed_tokens, self.capacity.block_size)
         _demand(rest == 0, f"sequence {new.sequence_id} finds {new.num_computed_tokens} tokens, not whole blocks")
@@ -190,11 +204,14 @@ class ScriptedExecutor:
         if self.verify:
             self._write_and_check(sequence_id, mirrored, start, end)
         mirrored.num_computed = end
+        told = _prompt_logprobs(mirrored, start, end)
         if end < len(mirrored.token_ids):
-            return None
+            return None if told is None else SequenceOutput(sequence_id, (), prompt_logprobs=told)
         token = self.next_token(mirrored.token_ids, mirrored.sampling)
         mirrored.token_ids.append(token)
-        return SequenceOutput(sequence_id, (token,))
+        num_top = mirrored.sampling.logprobs
+        logprobs = None if num_top is None else scripted_logprobs(mirrored.token_ids, end, end + 1, num_top)
+        return SequenceOutput(sequence_id, (token,), logprobs, told)
 
     def _write_and_check(self, sequence_id: SequenceId, mirrored: _Mirrored, start: int, end: int) -> None:
         size = self.capacity.block_size
@@ -216,6 +233,14 @@ class ScriptedExecutor:
             )
             if slot is not None and slot.writer != sequence_id:
                 self.reads.add((sequence_id, slot.writer))
+
+
+def _prompt_logprobs(mirrored: _Mirrored, start: int, end: int) -> Logprobs | None:
+    """What computing the tokens [start, end) tells of the prompt, where asked."""
+    num_top, last = mirrored.sampling.prompt_logprobs, min(end + 1, mirrored.num_prompt)
+    if num_top is None or start + 1 >= last:
+        return None
+    return scripted_logprobs(mirrored.token_ids, start + 1, last, num_top)
 
 
 def _demand(condition: bool, message: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli import options
+from cluster.cli import options, sampling_options
 from cluster.cli.exits import exits
 
 if TYPE_CHECKING:
@@ -36,23 +36,23 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="With --prompt.  [default: up to the context's end]", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="With --prompt; 0 is greedy.  [default: 1]", show_default=False)
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --prompt.  [default: 1]", show_default=False)] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="With --prompt; 0 is off.  [default: 0]", show_default=False)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="With --prompt.  [default: a new one]", show_default=False)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="With --prompt: end before this text; may be repeated.", show_default=False),
-    ] = None,
+    max_tokens: sampling_options.MaxTokens = None,
+    min_tokens: sampling_options.MinTokens = None,
+    temperature: sampling_options.Temperature = None,
+    top_p: sampling_options.TopP = None,
+    top_k: sampling_options.TopK = None,
+    min_p: sampling_options.MinP = None,
+    repetition_penalty: sampling_options.RepetitionPenalty = None,
+    presence_penalty: sampling_options.PresencePenalty = None,
+    frequency_penalty: sampling_options.FrequencyPenalty = None,
+    logit_bias: sampling_options.LogitBias = None,
+    bad_words: sampling_options.BadWords = None,
+    allowed_token_ids: sampling_options.AllowedTokenIds = None,
+    seed: sampling_options.Seed = None,
+    stop: sampling_options.Stop = None,
+    stop_token_ids: sampling_options.StopTokenIds = None,
+    include_stop_str_in_output: sampling_options.IncludeStop = None,
+    ignore_eos: sampling_options.IgnoreEos = None,
     tp: options.TensorParallel = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -81,15 +81,27 @@ def generate(
             "max_num_batched_tokens": max_num_batched_tokens,
             "prefix_cache": prefix_cache,
         }
-        sampling = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-            "stop": tuple(stop) if stop else None,
-        }
-        sampling = {name: value for name, value in sampling.items() if value is not None}
+        sampling = sampling_options.sampling_fields(
+            {
+                "max_tokens": max_tokens,
+                "min_tokens": min_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "presence_penalty": presence_penalty,
+                "frequency_penalty": frequency_penalty,
+                "logit_bias": logit_bias,
+                "bad_words": bad_words,
+                "allowed_token_ids": allowed_token_ids,
+                "seed": seed,
+                "stop": stop,
+                "stop_token_ids": stop_token_ids,
+                "include_stop_str_in_output": include_stop_str_in_output,
+                "ignore_eos": ignore_eos,
+            }
+        )
         _check_choice(prompt, source, output, sampling)
         cluster = cluster_config(given, config)
         configure_logging()

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.errors import ModelNotFound, ShardserveError, Unavailable
 from cluster.ingress.admission import Limits
 from cluster.ingress.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from cluster.ingress.logprobs import echo_of
 from cluster.ingress.openai import api_error
 from cluster.ingress.rendering import Identity
 from cluster.ingress.sse import Answer
@@ -83,19 +84,17 @@ class _Endpoints:
         body = parse(ChatBody, await self._limits.read_body(request))
         self._check_model(body.model)
         identity = self._identity("chatcmpl", chat=True)
-        sampling = body.sampling()
+        sampling, options = body.sampling(), body.options()
         self._limits.check(1, sampling.n)
         messages = [message.for_template() for message in body.messages]
-        prepared = await self._completer.prepare_chat(identity.answer_id, messages, sampling)
-        return Answer(
-            self._completer, [prepared], identity, stream=bool(body.stream), include_usage=body.include_usage
-        )
+        prepared = await self._completer.prepare_chat(identity.answer_id, messages, sampling, options)
+        return Answer(self._completer, [prepared], identity, body.form)
 
     async def complete(self, request: Request) -> Response:
         body = parse(CompletionBody, await self._limits.read_body(request))
         self._check_model(body.model)
         identity = self._identity("cmpl", chat=False)
-        sampling = body.sampling()
+        sampling, options = body.sampling(), body.options()
         self._limits.check(len(body.prompt), sampling.n)
         prepared = [
             await self._completer.prepare(
@@ -104,12 +103,16 @@ class _Endpoints:
                 sampling,
                 "prompt" if len(body.prompt) == 1 else f"prompt[{index}]",
                 default_max_tokens=_COMPLETION_TOKENS,
+                options=options,
             )
             for index, prompt in enumerate(body.prompt)
         ]
-        return Answer(
-            self._completer, prepared, identity, stream=bool(body.stream), include_usage=body.include_usage
-        )
+        echoes = [
+            await asyncio.to_thread(echo_of, prompt, one.prompt_token_ids, self._completer.tokenizer)
+            for prompt, one in zip(body.prompt, prepared, strict=True)
+            if body.form.echo
+        ]
+        return Answer(self._completer, prepared, identity, body.form, echoes)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object()]})

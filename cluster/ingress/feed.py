@@ -85,13 +85,5 @@ class Feed:
 
     def _put(self, choice: int, delta: TextDelta) -> None:
         before = self._waiting.get(choice)
-        if before is not None:
-            delta = TextDelta(
-                delta.choice,
-                before.text + delta.text,
-                before.token_ids + delta.token_ids,
-                delta.finish_reason,
-                delta.stop_reason,
-            )
-        self._waiting[choice] = delta
+        self._waiting[choice] = delta if before is None else before.followed_by(delta)
         self._changed.set()

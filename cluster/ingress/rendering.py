@@ -9,24 +9,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.generation import CompletedChoice, Completion, FinishReason, TextDelta
+from cluster.generation import CompletedChoice, Completion, FinishReason, TextDelta, TokenLogprob
+from cluster.ingress.logprobs import Echo, ScoredToken, chat_logprobs, completion_logprobs
+from cluster.text.tokenizer import Tokenizer
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens billed: prompts count once, whatever `n` is."""
+    """Tokens billed: prompts count once, whatever `n` is, as do those of them that the prefix cache had."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
-    def as_object(self) -> dict[str, int]:
+    def as_object(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """How a request wants its answer written."""
+
+    stream: bool = False
+    include_usage: bool = False  # at the end of a stream
+    logprobs: bool = False
+    echo: bool = False  # the prompt before each choice's text
+    prompt_only: bool = False  # what was generated is dropped, and not billed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +58,87 @@ class Identity:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole_answer(identity: Identity, completions: Sequence[Completion]) -> dict[str, Any]:
+class Contents:
+    """The text and `logprobs` of choices and of their pieces: what the two kinds of answer have in common."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool = False,
+        echoes: Sequence[Echo] = (),  # by choice; none where no prompt is echoed
+    ) -> None:
+        self.identity = identity
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._echoes = echoes
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but text is asked for."""
+        return not (self._logprobs or self._echoes)
+
+    def opening(
+        self,
+        index: int,
+        piece: TextDelta | CompletedChoice,
+        prompt_logprobs: Sequence[TokenLogprob | None] | None,
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Text and `logprobs` of a choice's first piece, which has the echo before it."""
+        text, logprobs = self.following(index, piece)
+        if not self._echoes:
+            return text, logprobs
+        echo = self._echoes[index]
+        if self._logprobs:
+            assert prompt_logprobs is not None, "an echo with log-probabilities needs those of the prompt"
+            logprobs = self._rendered([*echo.scored(prompt_logprobs), *self._tokens(index, piece)])
+        return echo.text + text, logprobs
+
+    def following(self, index: int, piece: TextDelta | CompletedChoice) -> tuple[str, dict[str, Any] | None]:
+        """Text and `logprobs` of any other piece."""
+        return piece.text, self._rendered(self._tokens(index, piece)) if self._logprobs else None
+
+    def _tokens(self, index: int, piece: TextDelta | CompletedChoice) -> list[ScoredToken]:
+        before = len(self._echoes[index].text) if self._echoes else 0
+        rows = zip(piece.logprobs, piece.text_offsets, strict=True)
+        return [ScoredToken(logprob.token_id, before + offset, logprob) for logprob, offset in rows]
+
+    def _rendered(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+        return (chat_logprobs if self.identity.chat else completion_logprobs)(tokens, self._tokenizer)
+
+
+def whole_answer(contents: Contents, completions: Sequence[Completion]) -> dict[str, Any]:
     """The answer that is not streamed. Choices count through the prompts: prompt 0's first, then prompt 1's."""
-    choices = [choice for completion in completions for choice in completion.choices]
+    owned = [(completion, choice) for completion in completions for choice in completion.choices]
     usage = Usage(
         sum(len(completion.prompt_token_ids) for completion in completions),
         sum(completion.num_completion_tokens for completion in completions),
+        sum(completion.num_cached_tokens for completion in completions),
     )
-    return identity.frame(chunk=False) | {
-        "choices": [_whole_choice(identity.chat, index, choice) for index, choice in enumerate(choices)],
+    return contents.identity.frame(chunk=False) | {
+        "choices": [_whole_choice(contents, index, *pair) for index, pair in enumerate(owned)],
         "usage": usage.as_object(),
     }
 
 
-def _whole_choice(chat: bool, index: int, choice: CompletedChoice) -> dict[str, Any]:
-    text = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
+def _whole_choice(
+    contents: Contents, index: int, completion: Completion, choice: CompletedChoice
+) -> dict[str, Any]:
+    text, logprobs = contents.opening(index, choice, completion.prompt_logprobs)
+    content = {"message": {"role": "assistant", "content": text}} if contents.identity.chat else {"text": text}
     ending = {"finish_reason": choice.finish_reason.value, "stop_reason": choice.stop_reason}
-    return {"index": index, **text, "logprobs": None, **ending}
+    return {"index": index, **content, "logprobs": logprobs, **ending}
 
 
 class ChunkRenderer:
     """The events of one streamed answer, as the bytes of server-sent events."""
 
-    def __init__(self, identity: Identity, *, include_usage: bool) -> None:
-        self._chat = identity.chat
-        frame = _to_json(identity.frame(chunk=True))
+    def __init__(self, contents: Contents, *, include_usage: bool) -> None:
+        self._contents = contents
+        self._chat = contents.identity.chat
+        self._opened: set[int] = set()
+        frame = _to_json(contents.identity.frame(chunk=True))
         self._before = f'data: {frame[:-1]},"choices":['
         self._after = '],"usage":null}\n\n' if include_usage else "]}\n\n"
 
@@ -83,17 +154,32 @@ class ChunkRenderer:
 
     def delta(self, index: int, delta: TextDelta) -> str:
         """The text of `delta`, if it has any, and then its end, if it is the last."""
-        text = self._text(index, delta.text) if delta.text else ""
+        if self._contents.plain:
+            events = self._text(index, delta.text, "null") if delta.text else ""
+        else:
+            events = self._content(index, delta)
         if delta.finish_reason is None:
-            return text
-        return text + self._ending(index, delta.finish_reason, delta.stop_reason)
+            return events
+        return events + self._ending(index, delta.finish_reason, delta.stop_reason)
 
     def usage(self, usage: Usage) -> str:
         return f'{self._before}],"usage":{_to_json(usage.as_object())}}}\n\n'
 
-    def _text(self, index: int, text: str) -> str:
+    def _content(self, index: int, delta: TextDelta) -> str:
+        """A token without text has its `logprobs` all the same."""
+        if index in self._opened:
+            text, logprobs = self._contents.following(index, delta)
+        else:
+            self._opened.add(index)
+            text, logprobs = self._contents.opening(index, delta, delta.prompt_logprobs)
+        scored = bool(delta.logprobs) or delta.prompt_logprobs is not None
+        return self._text(index, text, _to_json(logprobs if scored else None)) if text or scored else ""
+
+    def _text(self, index: int, text: str, logprobs: str) -> str:
         content = f'"delta":{{"content":{_to_json(text)}}}' if self._chat else f'"text":{_to_json(text)}'
-        return f'{self._before}{{"index":{index},{content},"logprobs":null,"finish_reason":null}}{self._after}'
+        return (
+            f'{self._before}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":null}}{self._after}'
+        )
 
     def _ending(self, index: int, reason: FinishReason, stop_reason: str | int | None) -> str:
         content = '"delta":{}' if self._chat else '"text":""'

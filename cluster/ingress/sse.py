@@ -8,16 +8,27 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ShardserveError
-from cluster.generation import GenerationRequest
+from cluster.generation import FinishReason, GenerationRequest, TextDelta
 from cluster.ingress.feed import Feed
+from cluster.ingress.logprobs import Echo
 from cluster.ingress.openai import api_error
-from cluster.ingress.rendering import DONE, ChunkRenderer, Identity, Usage, error_event, whole_answer
+from cluster.ingress.rendering import (
+    DONE,
+    AnswerForm,
+    ChunkRenderer,
+    Contents,
+    Identity,
+    Usage,
+    error_event,
+    whole_answer,
+)
 from cluster.text.choice import CompletionBuilder
 from cluster.text.completer import Completer
 
@@ -38,15 +49,18 @@ class Answer(Response):
         completer: Completer,
         requests: Sequence[GenerationRequest],
         identity: Identity,
-        *,
-        stream: bool,
-        include_usage: bool,
+        form: AnswerForm,
+        echoes: Sequence[Echo] = (),  # by request, where the form asks for them
     ) -> None:
         self._completer = completer
         self._requests = requests
         self._identity = identity
-        self._stream = stream
-        self._include_usage = include_usage
+        self._form = form
+        self._owners = [request for request in requests for _ in range(request.sampling.n)]  # by choice
+        owned_echoes = [
+            echo for echo, request in zip(echoes, requests, strict=bool(echoes)) for _ in range(request.sampling.n)
+        ]
+        self._contents = Contents(identity, completer.tokenizer, logprobs=form.logprobs, echoes=owned_echoes)
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,23 +69,24 @@ class Answer(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with Feed(self._completer, self._requests) as feed:
             await feed.started()
-            if self._stream:
+            if self._form.stream:
                 await self._send_events(feed, send)
             else:
                 await (await self._whole(feed))(scope, receive, send)
 
     async def _whole(self, feed: Feed) -> JSONResponse:
-        builders = [CompletionBuilder(request) for request in self._requests]
-        owners = [
-            builder
-            for builder, request in zip(builders, self._requests, strict=True)
-            for _ in range(request.sampling.n)
-        ]
-        while taken := await feed.take():
+        builders = {request.request_id: CompletionBuilder(request) for request in self._requests}
+        while taken := await self._take(feed):
             for choice, delta in taken.items():
-                owners[choice].add(delta)
-        body = whole_answer(self._identity, [builder.completion() for builder in builders])
+                builders[self._owners[choice].request_id].add(delta)
+        body = whole_answer(self._contents, [builder.completion() for builder in builders.values()])
         return JSONResponse(body, headers={"x-request-id": self._identity.answer_id})
+
+    async def _take(self, feed: Feed) -> dict[int, TextDelta]:
+        taken = await feed.take()
+        if self._form.prompt_only:
+            return {choice: _without_output(delta) for choice, delta in taken.items()}
+        return taken
 
     async def _send_events(self, feed: Feed, send: Send) -> None:
         request_id = (b"x-request-id", self._identity.answer_id.encode())
@@ -87,14 +102,15 @@ class Answer(Response):
 
     async def _events(self, feed: Feed) -> AsyncGenerator[str, None]:
         """The events of the answer, in pieces to be sent at once. The first has the roles and the first tokens."""
-        renderer = ChunkRenderer(self._identity, include_usage=self._include_usage)
-        events = renderer.opening(sum(request.sampling.n for request in self._requests))
-        billed = 0
+        renderer = ChunkRenderer(self._contents, include_usage=self._form.include_usage)
+        events = renderer.opening(len(self._owners))
+        billed = cached = 0
         try:
-            while taken := await feed.take():
+            while taken := await self._take(feed):
                 for choice, delta in taken.items():
                     events += renderer.delta(choice, delta)
                     billed += len(delta.token_ids)
+                    cached += delta.num_cached_tokens if delta.choice == 0 else 0
                 if events:
                     yield events
                     events = ""
@@ -103,11 +119,18 @@ class Answer(Response):
                 _log.exception("%s failed in the middle of its stream", self._identity.answer_id)
             yield events + error_event(api_error(error).body())
             return
-        usage = renderer.usage(Usage(self._prompt_tokens(), billed)) if self._include_usage else ""
-        yield events + usage + DONE
+        if self._form.include_usage:
+            prompts = sum(len(request.prompt_token_ids) for request in self._requests)
+            events += renderer.usage(Usage(prompts, billed, cached))
+        yield events + DONE
 
-    def _prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self._requests)
+
+def _without_output(delta: TextDelta) -> TextDelta:
+    """What `delta` says of the prompt. The engine makes one token where none is asked for; here it is dropped."""
+    reason = None if delta.finish_reason is None else FinishReason.LENGTH
+    return replace(
+        delta, text="", token_ids=(), logprobs=(), text_offsets=(), finish_reason=reason, stop_reason=None
+    )
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[None, None, None]) -> None:

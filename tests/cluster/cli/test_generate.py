@@ -50,6 +50,37 @@ def test_a_stop_string_ends_it(model: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "bcdefghij\n")
 
 
+def test_the_sampling_parameters_have_options(model: Path) -> None:
+    shown = _generate(model, "--prompt", "a", "--stop", "klm", "--include-stop-str-in-output")
+    assert (shown.exit_code, shown.stdout) == (0, "bcdefghijklm\n")
+    biased = _generate(
+        model, "--prompt", "a", "--max-tokens", "3", "--temperature", "0", "--logit-bias", "120=100",
+        "--logit-bias", "121=-100",
+    )  # fmt: skip
+    assert (biased.exit_code, biased.stdout) == (0, "xxx\n")
+    allowed = _generate(
+        model, "--prompt", "a", "--allowed-token-ids", "98", "--allowed-token-ids", "99", "--bad-words", "c",
+        "--max-tokens", "3", "--stop-token-ids", "100", "--min-tokens", "2", "--ignore-eos", "--min-p", "0.5",
+        "--repetition-penalty", "1", "--presence-penalty", "0.5", "--frequency-penalty", "0.5",
+    )  # fmt: skip
+    assert (allowed.exit_code, allowed.stdout) == (0, "bbb\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--logit-bias", "5"], "--logit-bias must be a token id, = and a number, not '5'"),
+        (["--min-p", "2"], "min_p must be between 0 and 1, not 2.0"),
+        (["--bad-words", ""], "bad_words must not contain an empty string"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    result = _generate(tmp_path / "none", "--prompt", "a", *arguments)
+    assert (result.exit_code, result.stderr) == (2, f"error: {says}\n")
+
+
 def test_a_batch_is_answered_and_resumed(model: Path, tmp_path: Path) -> None:
     files = _batch(tmp_path, {"prompt": "a", "max_tokens": 3}, {"prompt": "", "max_tokens": 3})
     result = _generate(model, *files)

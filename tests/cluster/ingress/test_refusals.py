@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import GenerationFailed, Overloaded, Unavailable
+from cluster.generation import SamplingParams
 from cluster.ingress.admission import Limits
 from tests.cluster.ingress.served import CHAT, COMPLETIONS, MODEL, app_over, chat, completion, http
 from tests.fakes.scripted_source import ScriptedSource
@@ -32,8 +33,17 @@ REFUSED = [
     (CHAT, chat("x", max_tokens=256), "max_tokens"),
     # outside the vocabulary
     *((COMPLETIONS, completion([1, token]), "prompt") for token in (-1, 260, 2**31, 2**70)),
-    *((CHAT, chat(stop_token_ids=[token]), "stop_token_ids") for token in (-1, 260, 2**31)),
+    *(
+        (CHAT, chat() | {name: values}, name)
+        for token in (-1, 260, 2**31)
+        for name, values in (
+            ("stop_token_ids", [token]),
+            ("allowed_token_ids", [1, token]),
+            ("logit_bias", {"1": 1, str(token): 1}),
+        )
+    ),
     (CHAT, chat(stop_token_ids=[2**70]), "stop_token_ids[0]"),
+    (CHAT, chat(allowed_token_ids=[2**70]), "allowed_token_ids[0]"),
     # wrong types and values
     (CHAT, chat(temperature="1"), "temperature"),
     (CHAT, chat(temperature=2.5), "temperature"),
@@ -56,6 +66,54 @@ REFUSED = [
     (CHAT, chat(stop=["x"] * 17), "stop"),
     (CHAT, chat(stop=[1]), "stop[0]"),
     (CHAT, chat(stop=5), "stop"),
+    (CHAT, chat(min_p=-0.1), "min_p"),
+    (CHAT, chat(min_p=1.1), "min_p"),
+    (CHAT, chat(min_p="0.1"), "min_p"),
+    (CHAT, chat(repetition_penalty=0), "repetition_penalty"),
+    (CHAT, chat(repetition_penalty=11), "repetition_penalty"),
+    (CHAT, chat(presence_penalty=2.5), "presence_penalty"),
+    (CHAT, chat(presence_penalty=False), "presence_penalty"),
+    (CHAT, chat(frequency_penalty=-2.5), "frequency_penalty"),
+    (CHAT, chat(min_tokens=-1), "min_tokens"),
+    (CHAT, chat(min_tokens=6, max_tokens=5), "min_tokens"),
+    (COMPLETIONS, completion(min_tokens=17), "min_tokens"),  # more than the default of max_tokens
+    (CHAT, chat(include_stop_str_in_output=1), "include_stop_str_in_output"),
+    (CHAT, chat(logit_bias=[1]), "logit_bias"),
+    (CHAT, chat(logit_bias={"a": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"05": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"5": 101}), "logit_bias"),
+    (CHAT, chat(logit_bias={"5": -100.5}), "logit_bias"),
+    (CHAT, chat(logit_bias={"5": True}), "logit_bias"),
+    (CHAT, chat(logit_bias={"5": None}), "logit_bias"),
+    (CHAT, chat(logit_bias={str(token): 1 for token in range(1025)}), "logit_bias"),
+    (CHAT, chat(allowed_token_ids=[]), "allowed_token_ids"),
+    (CHAT, chat(allowed_token_ids=["1"]), "allowed_token_ids[0]"),
+    (CHAT, chat(bad_words=[""]), "bad_words"),
+    (CHAT, chat(bad_words="x"), "bad_words"),
+    (CHAT, chat(bad_words=["x"] * 129), "bad_words"),
+    (CHAT, chat(priority="high"), "priority"),
+    (CHAT, chat(priority=2**31), "priority"),
+    (CHAT, chat(cache_salt=""), "cache_salt"),
+    (CHAT, chat(cache_salt=5), "cache_salt"),
+    (CHAT, chat(cache_salt="x" * 257), "cache_salt"),
+    # log-probabilities
+    (CHAT, chat(logprobs=1), "logprobs"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs"),
+    (CHAT, chat(logprobs=False, top_logprobs=2), "top_logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (CHAT, chat(top_logprobs=21), "top_logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=-1), "top_logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=True), "top_logprobs"),
+    (COMPLETIONS, completion(logprobs=0.5), "logprobs"),
+    (COMPLETIONS, completion(logprobs=21), "logprobs"),
+    (COMPLETIONS, completion(logprobs=-1), "logprobs"),
+    (COMPLETIONS, completion(logprobs=True), "logprobs"),
+    (COMPLETIONS, completion(top_logprobs=1), "top_logprobs"),
+    (COMPLETIONS, completion(echo=1), "echo"),
+    (COMPLETIONS, completion(max_tokens=0), "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=-1, echo=True), "max_tokens"),
+    (CHAT, chat(echo=True), "echo"),
     (CHAT, chat(stream_options={"include_usage": 1}, stream=True), "stream_options.include_usage"),
     (CHAT, chat(stream_options={"other": True}, stream=True), "stream_options.other"),
     (CHAT, chat() | {"model": 5}, "model"),
@@ -68,22 +126,13 @@ REFUSED = [
     (CHAT, chat() | {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
     # not supported yet, and unknown
     (CHAT, chat() | {"messages": [{"role": "user", "content": "", "name": "Bo"}]}, "messages[0].name"),
-    (CHAT, chat(logprobs=True), "logprobs"),
-    (CHAT, chat(top_logprobs=2), "top_logprobs"),
-    (COMPLETIONS, completion(logprobs=0.5), "logprobs"),
-    (COMPLETIONS, completion(logprobs=0), "logprobs"),  # asks for those of the tokens alone
-    (COMPLETIONS, completion(logprobs=5), "logprobs"),
     (COMPLETIONS, completion(best_of=True), "best_of"),
-    (COMPLETIONS, completion(echo=True), "echo"),
+    (COMPLETIONS, completion(prompt_logprobs=1), "prompt_logprobs"),
     (COMPLETIONS, completion(suffix="x"), "suffix"),
     (COMPLETIONS, completion(best_of=2), "best_of"),
-    (CHAT, chat(presence_penalty=0.5), "presence_penalty"),
-    (CHAT, chat(frequency_penalty=-0.5), "frequency_penalty"),
-    (CHAT, chat(logit_bias={"5": 1}), "logit_bias"),
     (CHAT, chat(tools=[{"type": "function"}]), "tools"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
     (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
-    (CHAT, chat(min_p=0.1), "min_p"),
     (CHAT, chat(reasoning_effort="high"), "reasoning_effort"),
     (CHAT, chat(guided_json={}), "guided_json"),
     (CHAT, chat(tempurature=1), "tempurature"),
@@ -123,6 +172,8 @@ ACCEPTED = [
     (CHAT, chat(temperature=0, top_p=1, top_k=5, stop="x", stop_token_ids=[1], ignore_eos=True, n=2, seed=0)),
     (CHAT, chat(max_completion_tokens=5, max_tokens=5, stop=["x", "y"])),
     (COMPLETIONS, completion(logprobs=None, echo=False, best_of=1, suffix=None, user="me")),
+    (COMPLETIONS, completion(logprobs=False)),
+    (CHAT, chat(logprobs=False, top_logprobs=0)),
     (COMPLETIONS, completion("x" * 250)),  # the default of 16 gives way to what is left
     (CHAT, chat() | {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]},
                                   {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None},
@@ -134,6 +185,28 @@ ACCEPTED = [
 async def test_what_clients_send_as_a_matter_of_course_is_taken(path: str, body: dict[str, Any]) -> None:
     answer = await http(app_over(ScriptedSource())).post(path, json=body)
     assert answer.status_code == 200, answer.text
+
+
+async def test_every_sampling_parameter_reaches_the_engine() -> None:
+    source = ScriptedSource()
+    body: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": -100, "259": 0.5}, "bad_words": ["no"],
+        "allowed_token_ids": [1, 2], "seed": 3, "max_tokens": 9, "min_tokens": 4, "stop": ["x"],
+        "stop_token_ids": [9], "include_stop_str_in_output": True, "ignore_eos": True, "n": 2,
+    }  # fmt: skip
+    request_options: dict[str, Any] = {"priority": -7, "cache_salt": "me"}
+    await http(app_over(source)).post(CHAT, json=chat(**body, **request_options, logprobs=True, top_logprobs=6))
+    await http(app_over(source)).post(COMPLETIONS, json=completion(**body, **request_options, logprobs=6))
+    values = body | {
+        "logit_bias": ((5, -100.0), (259, 0.5)), "bad_words": ("no",), "allowed_token_ids": (1, 2),
+        "stop": ("x",), "stop_token_ids": (9,), "logprobs": 6,
+    }  # fmt: skip
+    for request in source.requests:
+        assert request.sampling == SamplingParams(**values)
+        assert (request.priority, request.cache_salt) == (-7, "me")
+        assert request.bad_words_ids == ((110, 111),)
+    assert len(source.requests) == 2
 
 
 async def test_stream_options_need_a_stream() -> None:

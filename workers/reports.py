@@ -57,6 +57,7 @@ class WorkerIdentity:
     node_ip: str
     hostname: str
     code: CodeIdentity
+    stderr: str = ""  # path of the file that it writes to, "" when that is no file
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Worker:
             node_ip=self._node_ip,
             hostname=socket.gethostname(),
             code=CodeIdentity.of_this_process(),
+            stderr=_file_behind(2),
         )
 
     def open_group(self, same_host: bool) -> str:
@@ -205,6 +206,11 @@ class Worker:
     def _forget_stop(self) -> None:
         if self._stop_asked():
             os.eventfd_read(self._stop_fd)
+
+
+def _file_behind(fd: int) -> str:
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    return path if os.path.isfile(path) else ""
 
 
 def _next_message(channel: WorkerChannel) -> StepPlan | StopWorkers:

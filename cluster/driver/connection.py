@@ -18,7 +18,7 @@ from cluster.driver.delta_codec import Closed, Deltas, Hello, decode
 from cluster.driver.handle import DriverHandle
 from cluster.driver.status import DriverStatus
 from cluster.driver.subscriptions import HEARTBEAT_S, LEASE_S, merge
-from cluster.errors import GenerationFailed, ShardserveError, Unavailable
+from cluster.errors import ShardserveError, Unavailable
 from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class _Inbox:
             while self._pending:
                 delta = self._pending.pop(next(iter(self._pending)))
                 if delta.finish_reason is FinishReason.ERROR:
-                    raise GenerationFailed(delta.error or "the engine failed")
+                    raise Unavailable(delta.error or "the engine failed")
                 yield delta
             if self._error is not None:
                 raise self._error
@@ -93,7 +93,7 @@ class DriverConnection:
         """Why no token can be made now; None when one can."""
         if self._draining or self._lease_id is None:
             return self._cause
-        return self._status.failure if self._status is not None else None
+        return self._status.unavailable_because if self._status is not None else None
 
     @property
     def status(self) -> DriverStatus | None:

@@ -1,8 +1,8 @@
 """The driver: an engine and its worker group behind the few calls that an ingress makes.
 
 Owns both for the life of its process, carries each step's deltas from the engine's thread to its own event loop,
-and ends the process when the group cannot go on, so that Serve replaces it. Knows requests in tokens; knows no
-text, HTTP or Ray: a plain class that Serve can hold.
+and ends the process when the engine has given the group up, so that Serve replaces it. Knows requests in tokens;
+knows no text, HTTP or Ray: a plain class that Serve can hold.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class StartedGroup:
 
     executor: Executor
     model: ServedModel
-    failure: Callable[[], str | None]  # why the group cannot go on, as soon as anybody knows; None while it can
+    failure: Callable[[], str | None]  # why its present life cannot go on, once anybody knows; None while it can
 
 
 GroupStarter = Callable[[ClusterConfig], StartedGroup]
@@ -78,9 +78,9 @@ class Driver:
             yield encode(message)
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
-        """Raises `Overloaded`, or `Unavailable` without a lease or an engine that can go on."""
-        if self.failure is not None:
-            raise Unavailable(self.failure)
+        """Raises `Overloaded`, or `Unavailable` without a lease or an engine that goes on. While the ranks are
+        restarted, requests wait.
+        """
         self._subscriptions.own(subscriber_id, request.request_id, request.sampling.n)
         try:
             self._engine.submit(request)
@@ -96,20 +96,26 @@ class Driver:
         """Renew the lease; the answer says whether there was one, and how the driver is."""
         lease = self._subscriptions.renew(subscriber_id)
         stats = self._engine.stats()
-        return DriverStatus(lease=lease, running=stats.running, waiting=stats.waiting, failure=self.failure)
+        return DriverStatus(
+            lease=lease,
+            running=stats.running,
+            waiting=stats.waiting,
+            unavailable_because=self.unavailable_because,
+        )
 
     async def stats(self) -> EngineStats:
         """What the engine has counted."""
         return self._engine.stats()
 
     async def check_health(self) -> None:
-        """Serve's probe. Raises when no token can be made any more."""
-        if self.failure is not None:
-            raise Unavailable(self.failure)
+        """Serve's probe. Raises when no token can be made any more; a recovery is no reason to be replaced."""
+        if self._engine.failure is not None:
+            raise Unavailable(self._engine.failure)
 
     @property
-    def failure(self) -> str | None:
-        return self._engine.failure or self._group.failure()
+    def unavailable_because(self) -> str | None:
+        """Why no token can be made now: given up, recovering, or a death that the engine has not met yet."""
+        return self._engine.unavailable_because or self._group.failure()
 
     async def stop(self) -> None:
         """End the engine and the ranks. Idempotent."""
@@ -124,14 +130,16 @@ class Driver:
         self._loop.call_soon_threadsafe(self._subscriptions.publish, deltas)
 
     async def _watch(self) -> None:
-        while self.failure is None:
+        while (failure := self._engine.failure) is None:
+            if self._group.failure() is not None:
+                self._engine.prove()  # an idle engine would hear of it at its next heartbeat
             await asyncio.sleep(_WATCH_S)
             for subscriber_id in self._subscriptions.expire():
                 logger.warning("ingress %s is gone: its lease ran out and its requests are aborted", subscriber_id)
-        await self._give_up(self.failure)
+        await self._give_up(failure)
 
     async def _give_up(self, failure: str) -> None:
-        """Recovery is a later incarnation's work; until then a new replica is the way back."""
+        """From here on a new replica is the way back."""
         logger.error("the worker group cannot go on, so this driver ends: %s", failure)
         self._subscriptions.close(failure)
         await asyncio.sleep(_FAREWELL_S)

@@ -4,7 +4,9 @@ Loads torch when a group is started, not before. Knows a runner and its plans; k
 """
 
 import logging
+import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
@@ -25,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class LocalExecutor:
-    """Runs a plan when its result is taken, on the engine's thread."""
+    """Runs a plan when its result is taken, on the engine's thread. A restart keeps the weights."""
 
-    incarnation = 0
-
-    def __init__(self, runner: "Runner", capacity: Capacity) -> None:
-        self._runner: Runner | None = runner
+    def __init__(self, new_runner: "Callable[[], Runner]", capacity: Capacity) -> None:
+        self._new_runner = new_runner
+        self._runner: Runner | None = new_runner()
+        self.incarnation = 0
         self.capacity = capacity
         self._plans: deque[StepPlan] = deque()
 
@@ -44,6 +46,14 @@ class LocalExecutor:
             return self._runner.execute(self._plans.popleft())
         except WorkerError as error:
             raise ExecutorFailed(str(error)) from error
+
+    def restart(self, cancelled: threading.Event) -> None:
+        self.stop()  # its KV memory goes before the new one comes
+        try:
+            self._runner = self._new_runner()
+        except WorkerError as error:
+            raise ExecutorFailed(str(error)) from error
+        self.incarnation += 1
 
     def stop(self) -> None:
         self._runner = None
@@ -83,5 +93,7 @@ def _start(config: ClusterConfig) -> StartedGroup:
     )
     memory = RankMemory("here", free_memory(device), bytes_per_block(model, worker.block_size, worker.dtype))
     num_blocks, served = fit(config, files, worker, [memory])
-    executor = LocalExecutor(Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size))
+    executor = LocalExecutor(
+        lambda: Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size)
+    )
     return StartedGroup(executor, served, failure=lambda: None)

@@ -1,4 +1,4 @@
-"""The worker actors of one group as processes: started in their seats, called together, watched and ended.
+"""The worker actors of one group as processes: started in their seats, called together, replaced and ended.
 
 A rank on the driver's node is watched and killed through its pidfd, which answers within milliseconds and cannot
 mean another process; one on another node through Ray. Knows actors and processes; knows no plans and no models.
@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,21 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.driver.exits import how_it_ended, last_lines
+from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, Seat
 from cluster.errors import StartupFailed
 from workers.actor import WorkerActor
+from workers.channel import WorkerEndpoint
 from workers.config import WorkerConfig
 from workers.reports import CodeIdentity, WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
-_KILL_WAIT_S = 1.0  # for Ray to end a process before a SIGKILL of our own
 _REAP_WAIT_S = 2.0  # for a killed process to be gone
+_LEAVE_WAIT_S = 2.0  # for a rank to leave its loop once it is told
+_LOOK_S = 0.1  # between looks at who has died, while answers are awaited
+_LAST_LINES = 5
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class Rank:
     actor: Any
     identity: WorkerIdentity | None = None
     pidfd: int | None = None
+    running: Any = None  # the ref of its `run()` call
 
     @property
     def name(self) -> str:
@@ -45,106 +51,198 @@ class Rank:
             return f"rank {self.seat.rank} (node {self.seat.node_id[:8]})"
         return f"rank {self.seat.rank} (pid {self.identity.pid} on {self.identity.node_ip})"
 
+    @property
+    def node_id(self) -> str:
+        return self.seat.node_id if self.identity is None else self.identity.node_id
+
+    def has_died(self) -> bool:
+        """Whether its process is known to have ended."""
+        if self.pidfd is not None:
+            return _is_readable(self.pidfd, 0)
+        if not self.has_left():
+            return False
+        try:
+            ray.get(self.running, timeout=0)
+        except RayActorError:
+            return True
+        except RayError:
+            pass
+        return False
+
+    def has_left(self) -> bool:
+        """Whether its `run()` call has ended, in whatever way."""
+        return self.running is not None and bool(ray.wait([self.running], timeout=0)[0])
+
+    def end_in_words(self) -> str | None:
+        """How it ended, or left its loop; None while it runs."""
+        if self.pidfd is not None and _is_readable(self.pidfd, 0):
+            return f"{self.name} {self._death()}"
+        if not self.has_left():
+            return None
+        try:
+            return f"{self.name} left its loop: {ray.get(self.running, timeout=0)}"
+        except RayTaskError as error:
+            return f"{self.name} left its loop: {error.cause}"
+        except RayActorError:
+            return f"{self.name} has ended"
+        except RayError as error:
+            return f"{self.name} is lost: {error}"
+
+    def _death(self) -> str:
+        if self.identity is None or self.pidfd is None:
+            return "has ended"
+        lines = last_lines(self.identity.stderr, _LAST_LINES)
+        said = "; its last lines: " + " | ".join(lines) if lines else ""
+        return how_it_ended(self.pidfd, self.identity.pid) + said
+
 
 class Ranks:
     """All ranks of a group, in order. `end()` leaves no process of theirs; it is idempotent."""
 
     def __init__(self, placement: Placement, configs: Sequence[WorkerConfig]) -> None:
-        worker_actor: Any = WorkerActor  # what `ray.remote` makes of the class, Ray does not annotate
-        self._members: list[Rank] = []
-        for seat, config in zip(placement.seats, configs, strict=True):
-            options = worker_actor.options(
-                num_cpus=1,
-                num_gpus=1 if config.device == "cuda" else 0,
-                max_restarts=0,  # a lone restarted rank cannot rejoin its group
-                scheduling_strategy=placement.strategy(seat),
-            )
-            self._members.append(Rank(seat, options.remote(seat.rank, config)))
+        self._placement = placement
+        self._configs = tuple(configs)
+        self._here = ray.get_runtime_context().get_node_id()
+        self._members = [self._spawn(seat) for seat in placement.seats]
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, rank: int) -> Rank:
-        return self._members[rank]
+    @property
+    def members(self) -> tuple[Rank, ...]:
+        """As they are now: later ones may take their seats."""
+        return tuple(self._members)
+
+    @property
+    def running(self) -> list[Any]:
+        """The refs of the ranks' `run()` calls."""
+        return [member.running for member in self._members]
 
     @property
     def on_one_node(self) -> bool:
-        return len({member.seat.node_id for member in self._members}) == 1
+        return len({member.node_id for member in self._members}) == 1
 
-    def identify(self, deadline_s: float) -> None:
-        """Learn every rank's process, and that it runs our code. Raises `StartupFailed`."""
+    @property
+    def on_this_node(self) -> bool:
+        """Whether all are on the driver's own."""
+        return all(member.node_id == self._here for member in self._members)
+
+    def identify(self, patience: Patience, which: Collection[int] | None = None) -> None:
+        """Learn each rank's process, and that it runs our code. Raises `StartupFailed`."""
         mine = CodeIdentity.of_this_process()
-        here = ray.get_runtime_context().get_node_id()
-        identities = self.call("start", lambda actor: actor.identify.remote(), deadline_s)
-        for member, identity in zip(self._members, identities, strict=True):
+        for identity in self.call("start", lambda actor: actor.identify.remote(), patience, which):
+            member = self._members[identity.rank]
             member.identity = identity
-            if identity.node_id == here:
+            if identity.node_id == self._here:
                 with suppress(ProcessLookupError):  # gone already: the next call says so
                     member.pidfd = os.pidfd_open(identity.pid)
-            difference = mine.difference(identity.code, same_node=identity.node_id == here)
+            difference = mine.difference(identity.code, same_node=identity.node_id == self._here)
             if difference is not None:
                 raise StartupFailed(f"{member.name} runs other code than the driver: {difference}")
+
+    def join(self, patience: Patience) -> str:
+        """A new group for one incarnation: rank 0 opens the meeting point, everybody comes. Returns what it is."""
+        same_host = self.on_one_node
+        (address,) = self.call("open the group", lambda actor: actor.open_group.remote(same_host), patience, {0})
+        transports = self.call("join the group", lambda actor: actor.join_group.remote(address), patience)
+        return str(transports[0])
 
     def call(
         self,
         what: str,
         method: Callable[[Any], Any],
-        deadline_s: float,
+        patience: Patience,
+        which: Collection[int] | None = None,
         on_answer: Callable[[Rank, Any], None] | None = None,
     ) -> list[Any]:
-        """Call all ranks at once and collect in rank order; the first that fails fails all.
+        """Call all ranks at once, or those named, and collect in rank order; the first that fails fails all.
 
-        Raises `StartupFailed` naming the rank, also when an answer is missing at the deadline.
+        Raises `StartupFailed` naming the rank, also when any rank dies meanwhile or an answer is missing at the
+        end of `patience`.
         """
-        deadline = time.monotonic() + deadline_s
-        pending = {method(member.actor): member for member in self._members}
+        called = [member for member in self._members if which is None or member.seat.rank in which]
+        pending = {method(member.actor): member for member in called}
         answers: dict[int, Any] = {}
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            left_s = patience.left()
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=min(left_s, _LOOK_S))
+            if done:
+                member = pending.pop(done[0])
+                answers[member.seat.rank] = answer = _answer(member, what, done[0])
+                if on_answer is not None:
+                    on_answer(member, answer)
+            elif (cause := self.first_death()) is not None:
+                raise StartupFailed(cause)
+            elif left_s == 0:
                 missing = ", ".join(member.name for member in pending.values())
-                raise StartupFailed(f"{missing} did not {what} within {deadline_s:g} s")
-            member = pending.pop(done[0])
-            answer = _answer(member, what, done[0])
-            answers[member.seat.rank] = answer
-            if on_answer is not None:
-                on_answer(member, answer)
-        return [answers[rank] for rank in range(len(self._members))]
+                raise StartupFailed(f"{missing} did not {what} within {patience.spent():.0f} s")
+        return [answers[member.seat.rank] for member in called]
+
+    def run(self, endpoints: Sequence[WorkerEndpoint]) -> None:
+        """Let every rank enter its loop."""
+        for member, endpoint in zip(self._members, endpoints, strict=True):
+            member.running = member.actor.run.remote(endpoint)
 
     def first_death(self) -> str | None:
-        """The first rank of this node whose process has ended, in words; None while all live."""
-        fds = {member.pidfd: member for member in self._members if member.pidfd is not None}
-        poll = select.poll()
-        for fd in fds:
-            poll.register(fd, select.POLLIN)
-        return next((f"{fds[fd].name} has ended" for fd, _ in poll.poll(0)), None)
+        """The first rank whose process is known to have ended, in words; None while all live."""
+        return next((member.end_in_words() for member in self._members if member.has_died()), None)
+
+    def dead(self) -> set[int]:
+        """Ranks whose process is known to have ended."""
+        return {member.seat.rank for member in self._members if member.has_died()}
+
+    def left_by(self, which: Collection[int]) -> set[int]:
+        """Tell these ranks to leave their loops. Returns those that did, within a moment."""
+        called = [self._members[rank] for rank in which if self._members[rank].running is not None]
+        for member in called:
+            member.actor.stop.remote()
+        refs = [member.running for member in called]
+        left, _ = ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_WAIT_S) if refs else ([], [])
+        return {member.seat.rank for member in called if member.running in left and not member.has_died()}
+
+    def replace(self, which: Collection[int]) -> None:
+        """End these ranks, if need be, and start others in their seats."""
+        _end([self._members[rank] for rank in which])
+        for rank in which:
+            self._members[rank] = self._spawn(self._members[rank].seat)
 
     def end(self) -> None:
         """Kill every process, whatever it is doing; also one that is stopped and does not hear Ray."""
-        for member in self._members:
-            with suppress(RayError):
-                ray.kill(member.actor, no_restart=True)
-        if not self._all_gone(_KILL_WAIT_S):
-            for member in self._members:
-                if member.pidfd is not None:
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-            if not self._all_gone(_REAP_WAIT_S):
-                logger.error("some ranks are still alive %g s after SIGKILL", _REAP_WAIT_S)
-        for member in self._members:
-            if member.pidfd is not None:
-                os.close(member.pidfd)
-        self._members = []
+        members, self._members = self._members, []
+        _end(members)
 
-    def _all_gone(self, within_s: float) -> bool:
-        deadline = time.monotonic() + within_s
-        for member in self._members:
-            if member.pidfd is not None:
-                poll = select.poll()
-                poll.register(member.pidfd, select.POLLIN)
-                if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                    return False
-        return True
+    def _spawn(self, seat: Seat) -> Rank:
+        worker_actor: Any = WorkerActor  # what `ray.remote` makes of the class, Ray does not annotate
+        config = self._configs[seat.rank]
+        options = worker_actor.options(
+            num_cpus=1,
+            num_gpus=1 if config.device == "cuda" else 0,
+            max_restarts=0,  # a rank that Ray restarts by itself cannot rejoin its group
+            scheduling_strategy=self._placement.strategy(seat),
+        )
+        return Rank(seat, options.remote(seat.rank, config))
+
+
+def _end(members: Sequence[Rank]) -> None:
+    for member in members:
+        with suppress(RayError):
+            ray.kill(member.actor, no_restart=True)
+        if member.pidfd is not None:
+            with suppress(ProcessLookupError):  # Ray needs a while, and forever with a process that is stopped
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+    deadline = time.monotonic() + _REAP_WAIT_S
+    for member in members:
+        if member.pidfd is not None:
+            if not _is_readable(member.pidfd, max(0.0, deadline - time.monotonic())):
+                logger.error("%s is still alive %g s after SIGKILL", member.name, _REAP_WAIT_S)
+            os.close(member.pidfd)
+            member.pidfd = None
+
+
+def _is_readable(fd: int, within_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _answer(member: Rank, what: str, ref: Any) -> Any:
@@ -153,6 +251,6 @@ def _answer(member: Rank, what: str, ref: Any) -> Any:
     except RayTaskError as error:
         raise StartupFailed(f"{member.name} could not {what}: {error.cause}") from error.cause
     except RayActorError as error:
-        raise StartupFailed(f"{member.name} died before it could {what}: {error}") from error
+        raise StartupFailed(f"{member.end_in_words() or member.name} before it could {what}: {error}") from error
     except GetTimeoutError as error:
         raise StartupFailed(f"{member.name}: the answer to {what} is lost") from error

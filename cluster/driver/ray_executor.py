@@ -1,78 +1,71 @@
 """A worker group across the cluster: actors in a placement group, a step channel to them, and an eye on each.
 
 Starting is a fixed order, place, spawn, identify, join, load, size, allocate, connect, run; what it took is freed
-again if any of it fails. Knows Ray's actors and the step channel; carries plans and results without looking inside
-and loads no torch.
+again if any of it fails. Restarting is the same without placing and sizing, and survivors need not load. Knows
+Ray's actors and the step channel; carries plans and results without looking inside and loads no torch.
 """
 
 import logging
-import os
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig
+from cluster.driver.death_watch import DeathWatch
 from cluster.driver.driver import StartedGroup
-from cluster.driver.placement import Placement, Seat, bundles_for, resolve_device
+from cluster.driver.patience import Patience
+from cluster.driver.placement import Placement, bundles_for, resolve_device
 from cluster.driver.ranks import Rank, Ranks
 from cluster.driver.resolution import ModelFiles, fit, worker_config
+from cluster.driver.seating import config_by_seat
 from cluster.driver.sizing import RankMemory
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.errors import StartupFailed
 from model_shards.errors import ModelError
-from model_shards.sources import resolve_model
 from workers.channel import DriverChannel
-from workers.config import WorkerConfig
-from workers.device import threads_per_rank
-from workers.errors import WorkerError
+from workers.errors import ChannelTimeout, WorkerError
 from workers.protocol import StepFailure, StepPlan, StepResult, StopWorkers
 from workers.reports import LoadReport
 
 logger = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 2.0  # for ranks to leave their loops before they are killed
-_WATCH_S = 0.5
+_LAST_WORD_S = 0.5  # for a rank to say which other it waits for, once a step is late
+_NEAR_DEATH_S = 0.05  # for a death to be heard of that may explain a failure
+_FAR_DEATH_S = 0.5  # the same, of a rank on another node
 
 
 class RayExecutor:
-    """One incarnation of a group whose ranks are ready to run. Owns ranks, placement and channel.
+    """Ranks that are ready to run, one incarnation after the other. Owns ranks, placement and channel.
 
-    `submit`, `take_result` and `stop` belong to one thread; `failure` may be asked from any.
+    `failure` may be asked from any thread; everything else belongs to one thread at a time.
     """
 
-    def __init__(self, ranks: Ranks, placement: Placement, capacity: Capacity, incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        placement: Placement,
+        capacity: Capacity,
+        *,
+        restart_deadline_s: float,
+        keep_survivors: bool,
+    ) -> None:
         self.capacity = capacity
-        self.incarnation = incarnation
+        self.incarnation = 0
         self._ranks = ranks
         self._placement = placement
+        self._restart_deadline_s = restart_deadline_s
+        self._keep_survivors = keep_survivors
+        self._last_restart_failed = False
         self._failure: str | None = None
-        self._stopping = threading.Event()
-        host = None if ranks.on_one_node else ray.util.get_node_ip_address()
-        self._channel = DriverChannel(len(ranks), incarnation, host=host)
-        self._death_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._channel.watch(self._death_fd, "a rank has ended")
-        self._running: dict[Any, Rank] = {}
-        for rank, endpoint in enumerate(self._channel.endpoints):
-            member = ranks[rank]
-            self._running[member.actor.run.remote(endpoint)] = member
-            if member.pidfd is not None:
-                self._channel.watch(member.pidfd, f"{member.name} has ended")
-        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
-        self._watcher.start()
+        self._stopped = False
+        self._connect()
 
     def failure(self) -> str | None:
-        """Why the group cannot go on, as soon as it is known; None while it can."""
-        if self._failure is None and not self._stopping.is_set():
-            self._failure = self._ranks.first_death()
-        return self._failure
+        """Why this incarnation cannot go on, as soon as it is known; None while it can."""
+        return self._failure or self._watch.cause
 
     def submit(self, plan: StepPlan) -> None:
         try:
@@ -82,47 +75,96 @@ class RayExecutor:
 
     def take_result(self, timeout_s: float) -> StepResult:
         try:
-            message = self._channel.receive(timeout_s)
+            message = self._receive(timeout_s)
         except WorkerError as error:
-            raise self._failed(self._failure or str(error)) from error
+            raise self._failed(str(error)) from error
         if isinstance(message, StepFailure):
             logger.error("rank %d failed in step %d:\n%s", message.rank, message.step, message.traceback)
             raise self._failed(f"rank {message.rank} failed in step {message.step}: {message.message}")
         return message
 
-    def stop(self) -> None:
-        if self._stopping.is_set():
-            return
-        self._stopping.set()
+    def restart(self, cancelled: threading.Event) -> None:
+        """Ranks that outlive a peer keep their process and their weights. Nobody is trusted whose incarnation
+        ended in another way than by a death, or whose restart has failed.
+        """
+        patience = Patience(self._restart_deadline_s, cancelled)
+        dead = self._ranks.dead()
+        others = set(range(len(self._ranks))) - dead
+        trusted = self._keep_survivors and dead and not self._last_restart_failed
+        survivors = self._ranks.left_by(others) if trusted else set()
+        self._disconnect()  # not before they have left: until then they may report what they suffer
+        self._last_restart_failed = True
         try:
-            if self._failure is None:
+            self._bring_back(dead | (others - survivors), patience)
+        except (StartupFailed, WorkerError) as error:
+            raise ExecutorFailed(str(error)) from error
+        self._last_restart_failed = False
+
+    def stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            if self.failure() is None:
                 self._leave_loops()
         finally:
-            self._watcher.join(2 * _WATCH_S)
-            self._channel.close()
-            os.close(self._death_fd)
+            self._disconnect()
             self._ranks.end()
             self._placement.release()
+
+    def _connect(self) -> None:
+        host = None if self._ranks.on_this_node else ray.util.get_node_ip_address()
+        self._channel = DriverChannel(len(self._ranks), self.incarnation, host=host)
+        self._ranks.run(self._channel.endpoints)
+        self._watch = DeathWatch(self._ranks.members)
+        self._channel.watch(self._watch.fd, "a rank has ended")
+        self._failure = None
+
+    def _disconnect(self) -> None:
+        self._channel.close()
+        self._watch.close()
+
+    def _bring_back(self, missing: set[int], patience: Patience) -> None:
+        self._ranks.replace(missing)
+        patience.note("end")
+        self._ranks.identify(patience, missing)
+        patience.note("spawn")
+        self._ranks.join(patience)
+        patience.note("join")
+        self._ranks.call("load", lambda actor: actor.load.remote(), patience, missing)
+        patience.note("load")
+        num_blocks = self.capacity.num_blocks
+        self._ranks.call("allocate", lambda actor: actor.allocate.remote(num_blocks), patience)
+        patience.note("allocate")
+        self.incarnation += 1
+        self._connect()
+        patience.note("connect")
+        logger.warning(
+            "incarnation %d has started, with %d of %d ranks new: %s ms",
+            self.incarnation,
+            len(missing),
+            len(self._ranks),
+            patience.parts(),
+        )
+
+    def _receive(self, timeout_s: float) -> StepResult | StepFailure:
+        try:
+            return self._channel.receive(timeout_s)
+        except ChannelTimeout:
+            return self._channel.receive(_LAST_WORD_S)
 
     def _leave_loops(self) -> None:
         try:
             self._channel.send(StopWorkers(self.incarnation))
-            ray.wait(list(self._running), num_returns=len(self._running), timeout=_STOP_WAIT_S)
+            ray.wait(self._ranks.running, num_returns=len(self._ranks), timeout=_STOP_WAIT_S)
         except (WorkerError, RayError) as error:
             logger.warning("the ranks did not take the stop and are killed: %s", error)
 
     def _failed(self, message: str) -> ExecutorFailed:
-        self._failure = self._failure or message
+        """A death explains more than what its peers suffer from it."""
+        patience_s = _NEAR_DEATH_S if self._ranks.on_this_node else _FAR_DEATH_S
+        self._failure = self._watch.cause_within(patience_s) or message
         return ExecutorFailed(self._failure)
-
-    def _watch(self) -> None:
-        """The end of a `run()` call is how a death on another node is heard of."""
-        while not self._stopping.is_set():
-            ended, _ = ray.wait(list(self._running), num_returns=1, timeout=_WATCH_S)
-            if ended and not self._stopping.is_set():
-                self._failure = self._failure or f"{self._running[ended[0]].name} {_ending(ended[0])}"
-                os.eventfd_write(self._death_fd, 1)
-                return
 
 
 def start_ray_group(config: ClusterConfig) -> StartedGroup:
@@ -137,76 +179,36 @@ def start_ray_group(config: ClusterConfig) -> StartedGroup:
 
 
 def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
-    clock = _Stopwatch(config.start_deadline_s)
+    patience = Patience(config.start_deadline_s)
     device = resolve_device(config.device)
     files = ModelFiles.of(config.model)
-    placement = Placement.current_or_new(bundles_for(config.tensor_parallel_size, device), clock.left())
+    placement = Placement.current_or_new(bundles_for(config.tensor_parallel_size, device), patience.left())
     taken.callback(placement.release)
     worker = worker_config(config, files, device, num_threads=1)
-    ranks = Ranks(placement, _config_by_seat(config, worker, placement.seats))
+    ranks = Ranks(placement, config_by_seat(config, worker, placement.seats))
     taken.callback(ranks.end)
-    ranks.identify(clock.left())
-    logger.info("%d ranks started after %.1f s: %s", len(ranks), clock.spent(), _names(ranks))
-    _join(ranks, clock)
-    reports: list[LoadReport] = ranks.call("load", lambda actor: actor.load.remote(), clock.left(), _log_loaded)
+    ranks.identify(patience)
+    logger.info("%d ranks started after %.1f s: %s", len(ranks), patience.spent(), _names(ranks))
+    transport = ranks.join(patience)
+    logger.info("the ranks have met over %s after %.1f s", transport, patience.spent())
+    reports: list[LoadReport] = ranks.call(
+        "load", lambda actor: actor.load.remote(), patience, on_answer=_log_loaded
+    )
     memory = [
         RankMemory(seat.node_id, report.free_memory, report.bytes_per_block)
         for seat, report in zip(placement.seats, reports, strict=True)
     ]
     num_blocks, model = fit(config, files, worker, memory)
-    ranks.call("allocate", lambda actor: actor.allocate.remote(num_blocks), clock.left())
-    executor = RayExecutor(ranks, placement, Capacity(num_blocks, config.block_size))
-    logger.info("the worker group is ready after %.1f s", clock.spent())
+    ranks.call("allocate", lambda actor: actor.allocate.remote(num_blocks), patience)
+    executor = RayExecutor(
+        ranks,
+        placement,
+        Capacity(num_blocks, config.block_size),
+        restart_deadline_s=config.start_deadline_s,
+        keep_survivors=device == "cpu",  # NCCL and captured graphs do not outlive a peer
+    )
+    logger.info("the worker group is ready after %.1f s", patience.spent())
     return StartedGroup(executor, model, executor.failure)
-
-
-def _join(ranks: Ranks, clock: "_Stopwatch") -> None:
-    """A new group for one incarnation: rank 0 opens the meeting point, everybody comes."""
-    try:
-        address = ray.get(ranks[0].actor.open_group.remote(ranks.on_one_node), timeout=clock.left())
-    except RayTaskError as error:
-        raise StartupFailed(f"{ranks[0].name} could not open the group: {error.cause}") from error.cause
-    except RayError as error:
-        raise StartupFailed(f"{ranks[0].name} could not open the group: {error}") from error
-    transports = ranks.call("join the group", lambda actor: actor.join_group.remote(address), clock.left())
-    logger.info("the ranks have met over %s after %.1f s", transports[0], clock.spent())
-
-
-def _config_by_seat(config: ClusterConfig, worker: WorkerConfig, seats: Sequence[Seat]) -> list[WorkerConfig]:
-    """Equal but for what differs between nodes: where the model's files are, and how many cores a rank gets."""
-    here = ray.get_runtime_context().get_node_id()
-    crowd = Counter(seat.node_id for seat in seats)
-    by_node: dict[str, WorkerConfig] = {}
-    for node_id, ranks in crowd.items():
-        if node_id == here:
-            by_node[node_id] = replace(worker, num_threads=threads_per_rank(ranks))
-        else:
-            path = _resolve_elsewhere(config.model, node_id, config.start_deadline_s)
-            threads = threads_per_rank(ranks, cpus=_cpus_of(node_id))
-            by_node[node_id] = replace(worker, model_path=path, num_threads=threads)
-    return [by_node[seat.node_id] for seat in seats]
-
-
-def _resolve_elsewhere(model: str, node_id: str, deadline_s: float) -> str:
-    """The model's path on another node, fetched there if need be."""
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_resolved_path).options(num_cpus=0, scheduling_strategy=strategy)
-    try:
-        path: str = ray.get(task.remote(model), timeout=deadline_s)
-    except RayTaskError as error:
-        raise StartupFailed(f"model {model!r} on node {node_id[:8]}: {error.cause}") from error.cause
-    except RayError as error:
-        raise StartupFailed(f"model {model!r} on node {node_id[:8]}: {error}") from error
-    return path
-
-
-def _resolved_path(model: str) -> str:
-    return str(resolve_model(model))
-
-
-def _cpus_of(node_id: str) -> int:
-    totals = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
-    return max(1, int(totals.get(node_id, 1)))
 
 
 def _log_loaded(rank: Rank, report: LoadReport) -> None:
@@ -214,31 +216,4 @@ def _log_loaded(rank: Rank, report: LoadReport) -> None:
 
 
 def _names(ranks: Ranks) -> str:
-    return ", ".join(ranks[rank].name for rank in range(len(ranks)))
-
-
-def _ending(run: Any) -> str:
-    """How a `run()` call ended, in words."""
-    try:
-        return f"left its loop: {ray.get(run, timeout=0)}"
-    except RayTaskError as error:
-        return f"left its loop: {error.cause}"
-    except RayActorError:
-        return "has ended"
-    except RayError as error:
-        return f"is lost: {error}"
-
-
-class _Stopwatch:
-    """One deadline over all parts of a start."""
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started = clock()
-        self._deadline_s = deadline_s
-
-    def spent(self) -> float:
-        return self._clock() - self._started
-
-    def left(self) -> float:
-        return max(0.0, self._deadline_s - self.spent())
+    return ", ".join(member.name for member in ranks.members)

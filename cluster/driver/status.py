@@ -16,9 +16,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """How a driver is now. `lease` is False when it does not know the ingress that asks."""
+    """How a driver is now. `lease` is False when it does not know the ingress that asks.
+
+    `unavailable_because` says why no token can be made at the moment: requests wait until the ranks are back.
+    """
 
     lease: bool
     running: int
     waiting: int
-    failure: str | None = None
+    unavailable_because: str | None = None

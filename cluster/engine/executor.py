@@ -4,6 +4,7 @@ Knows plans and results; knows nothing of Ray, sockets or tensors. `cluster.driv
 `tests.fakes.scripted_executor` one without torch.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +24,14 @@ class Capacity:
 
 
 class Executor(Protocol):
-    """One incarnation of a worker group. Owned by the engine's thread once the engine has started."""
+    """A worker group, one incarnation after the other. Used by one thread at a time: the engine's, once it has
+    started, or the one in which the engine lets it restart.
+    """
 
     @property
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """The same in every incarnation: what was accepted must fit after a restart, too."""
+        ...
 
     @property
     def incarnation(self) -> int: ...
@@ -37,6 +42,14 @@ class Executor(Protocol):
 
     def take_result(self, timeout_s: float) -> StepResult:
         """The result of the oldest step not yet taken. Raises `ExecutorFailed` on death, failure or timeout."""
+        ...
+
+    def restart(self, cancelled: threading.Event) -> None:
+        """After a failure: end what is left of the ranks' incarnation and begin the next, which holds nothing.
+
+        May take as long as a start. Raises `ExecutorFailed` when the ranks do not come back, and soon after
+        `cancelled` is set; it may then be called again.
+        """
         ...
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""The engine: one thread that turns requests into plans and results into tokens, for as long as the ranks live.
+"""The engine: one thread that turns requests into plans and results into tokens, however often the ranks are lost.
 
-Synchronous inside; `submit`, `abort`, `stats`, `drain` and `stop` may be called from any thread. Knows requests
-and an executor; knows nothing of text, HTTP, Ray or torch.
+Synchronous inside; `submit`, `abort`, `prove`, `stats`, `drain` and `stop` may be called from any thread. Knows
+requests and an executor; knows nothing of text, HTTP, Ray or torch.
 """
 
 import logging
@@ -16,6 +16,7 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Executor, ExecutorFailed
 from cluster.engine.publishing import Publish, Publisher
+from cluster.engine.recovery import Outage, RecoveryBudget, Restart
 from cluster.engine.stats import EngineStats
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.generation import GenerationRequest, TokenDelta
@@ -35,9 +36,10 @@ _Command = GenerationRequest | _Abort
 
 
 class Engine:
-    """Takes over `executor`: it is used by the engine's thread only and stopped when that thread ends.
+    """Takes over `executor`: it is stopped when the engine's thread ends.
 
-    Every choice of an accepted request gets exactly one delta with a finish reason, whatever happens. `publish` is
+    Every choice of an accepted request gets exactly one delta with a finish reason, whatever happens. When the
+    ranks are lost, they are restarted and every request goes on to the tokens it would have had. `publish` is
     called from one thread of its own, once a step with all of the step's deltas, in order (less often when it is
     slow, twice when an abort comes in); it can neither end nor delay the loop.
     """
@@ -57,6 +59,8 @@ class Engine:
         self._publisher = Publisher(publish)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._outbox: list[TokenDelta] = []  # of this turn; the thread's own
+        self._budget = RecoveryBudget(config.max_recoveries, config.recovery_window_s)  # likewise
+        self._outage: Outage | None = None  # set by the thread
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[_Command] = []
         self._applying: list[_Command] = []  # taken by the turn that runs, and not in `_stats` yet
@@ -66,12 +70,19 @@ class Engine:
         self._stats = self._core.stats()
         self._failure: str | None = None
         self._refusal: str | None = "the engine has not started"  # why new requests are refused
+        self._proof_wanted = False
         self._stopping = False
 
     @property
     def failure(self) -> str | None:
-        """Why no token can be made any more; None while the engine is well."""
+        """Why no token can be made any more; None while the engine is well or recovers."""
         return self._failure
+
+    @property
+    def unavailable_because(self) -> str | None:
+        """Why no token can be made now; None from the first step after a failure on."""
+        outage = self._outage
+        return self._failure or (f"recovering: {outage.cause}" if outage is not None else None)
 
     def start(self) -> None:
         with self._wake:
@@ -102,6 +113,12 @@ class Engine:
             if request_id in self._accepted:
                 self._commands.append(_Abort(request_id, choice))
                 self._wake.notify_all()
+
+    def prove(self) -> None:
+        """Somebody suspects the ranks: run a step now, not at the next heartbeat."""
+        with self._wake:
+            self._proof_wanted = True
+            self._wake.notify_all()
 
     def stats(self) -> EngineStats:
         """A consistent snapshot, as of the last turn of the loop and with what was submitted since."""
@@ -138,9 +155,12 @@ class Engine:
         reason = "the engine was stopped before the request had finished"
         try:
             while (commands := self._next_commands()) is not None:
-                self._turn(commands)
+                try:
+                    self._turn(commands)
+                except ExecutorFailed as failure:
+                    self._recover(failure)
         except Exception as error:
-            reason = self._on_failure(error)
+            reason = self._give_up(error)
         finally:
             self._close(reason)
 
@@ -150,11 +170,14 @@ class Engine:
         None when it is time to end.
         """
         with self._wake:
-            if self._core.idle:
-                self._wake.wait_for(lambda: self._commands or self._stopping, self._config.heartbeat_interval_s)
-            if self._stopping:
-                return None
-            return self._take_commands()
+            if self._core.idle and self._outage is None:
+                self._wait(lambda: self._proof_wanted)
+            self._proof_wanted = False
+            return None if self._stopping else self._take_commands()
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Sleep until something is asked or `over`. Holds `_wake`."""
+        self._wake.wait_for(lambda: self._commands or self._stopping or over(), self._config.heartbeat_interval_s)
 
     def _take_commands(self) -> list[_Command]:
         self._applying, self._commands = self._commands, []
@@ -169,6 +192,8 @@ class Engine:
             self._hand_over()  # who came and who left shows before the step is waited for
         self._outbox += self._core.finish_step(planned)
         self._hand_over()
+        if self._outage is not None and self._stats.steps > self._outage.num_steps:
+            self._end_outage(self._outage)
 
     def _apply(self, commands: list[_Command]) -> None:
         for command in commands:
@@ -197,10 +222,69 @@ class Engine:
         if deltas:
             self._publisher.put(deltas)
 
-    def _on_failure(self, error: Exception) -> str:
-        """Decide what a failure does: it ends the engine. Returns what every live request is told."""
+    def _recover(self, failure: ExecutorFailed) -> None:
+        """Decide what a failure of the ranks does: they are restarted, and every live request goes on from the
+        tokens it has. Raises the last failure when they do not come back within the budget.
+        """
+        outage = self._begin_outage(failure)
+        while True:
+            pause_s = self._budget.take(self._clock())
+            if pause_s is None:
+                raise ExecutorFailed(f"{failure} ({self._budget.spent()})")
+            restart = Restart(self._executor, pause_s, self._wake_up)
+            if not self._restarted(restart):
+                return  # `_next_commands` ends the loop
+            if restart.error is None:
+                break
+            if not isinstance(restart.error, ExecutorFailed):
+                raise restart.error
+            failure = restart.error
+            outage.cause = str(failure)
+            _log.error("the ranks did not come back: %s", failure)
+        outage.restarted_at = self._clock()
+        self._core.resume()
+
+    def _begin_outage(self, failure: ExecutorFailed) -> Outage:
+        """Or go on with the present one, when no step has run since."""
+        now, stats = self._clock(), self._core.stats()
+        last_step_at = stats.last_step_at if stats.steps else now
+        outage = self._outage or Outage(str(failure), stats.steps, last_step_at, noticed_at=now)
+        outage.cause = str(failure)
+        self._outage = outage
+        self._core.lose_ranks()
+        self._hand_over()
+        _log.error("the worker group failed, and %d sequences wait for it: %s", self._stats.waiting, failure)
+        return outage
+
+    def _restarted(self, restart: Restart) -> bool:
+        """Let `restart` run, and meanwhile take what is asked. False when the engine is to stop."""
+        restart.start()
+        while not restart.done:
+            with self._wake:
+                self._wait(lambda: restart.done)
+                if self._stopping:
+                    break
+                commands = self._take_commands()
+            self._apply(commands)
+            self._hand_over()
+        if self._stopping:
+            restart.cancel(_CLOSE_DEADLINE_S)
+            return False
+        return True
+
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+    def _end_outage(self, outage: Outage) -> None:
+        self._budget.note_step()
+        self._outage = None
+        _log.warning("the worker group is back, %s", outage.parts(self._stats.last_step_at))
+
+    def _give_up(self, error: Exception) -> str:
+        """The engine ends. Returns what every live request is told."""
         if isinstance(error, ExecutorFailed):
-            _log.error("the worker group failed: %s", error)
+            _log.error("the worker group is given up: %s", error)
             reason = f"the worker group failed: {error}"
         else:
             _log.exception("the engine failed", exc_info=error)

@@ -83,7 +83,8 @@ def application(counter_path: Path) -> Iterator[Served]:
             "device": "cpu",
             "kv_cache_memory": "16MiB",
             "max_num_seqs": 64,
-            "step_deadline_s": 20,
+            "step_deadline_s": 6,
+            "max_recoveries": 1000,
             "drain_deadline_s": 5,
         }
         serve.run(build(settings), name="shardserve")

@@ -10,7 +10,7 @@ from cluster.driver import connection as connection_module
 from cluster.driver.connection import DriverConnection
 from cluster.driver.driver import Driver
 from cluster.driver.status import DriverStatus, ServedModel
-from cluster.errors import GenerationFailed, Overloaded, ShardserveError, Unavailable
+from cluster.errors import Overloaded, Unavailable
 from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 from tests.cluster.driver.rig import DriverRig, count_from, scripted
 
@@ -252,15 +252,23 @@ async def test_a_drivers_death_fails_what_is_open_and_its_successor_is_found(con
 
 
 async def test_a_failed_group_is_a_clear_error_to_open_streams(connect: Connect) -> None:
-    connection, _ = await connect(die_at_step=5)
+    connection, _ = await connect(die_at_step=5, settings={"max_recoveries": 0})
 
-    with pytest.raises(ShardserveError, match="a rank died in step 5") as caught:
+    with pytest.raises(Unavailable, match="a rank died in step 5"):
         await tokens(connection.stream(count_from(1, 100)))
 
-    assert isinstance(caught.value, GenerationFailed | Unavailable)
     await eventually(lambda: connection.unavailable_because is not None)
     with pytest.raises(Unavailable):
         await anext(connection.stream(count_from(1, 5)))
+
+
+async def test_streams_go_on_over_deaths(connect: Connect) -> None:
+    connection, switchboard = await connect(die_at_step=5, next_deaths=[2, 0, 9], settings={"max_num_seqs": 4})
+    assert switchboard.driver is not None
+    starts = range(1, 600, 100)
+    streams = [tokens(connection.stream(count_from(start, 50, n=1))) for start in starts]
+    assert await asyncio.gather(*streams) == [list(range(start + 1, start + 51)) for start in starts]
+    assert (await switchboard.driver.stats()).recoveries == 4
 
 
 async def test_an_expired_lease_fails_what_was_open(connect: Connect) -> None:

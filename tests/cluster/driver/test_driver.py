@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.driver.delta_codec import Closed, decode
+from cluster.driver.delta_codec import Closed, Deltas, decode
 from cluster.driver.driver import EXIT_CODE
 from cluster.errors import Unavailable
 from cluster.generation import FinishReason
@@ -70,7 +70,7 @@ async def test_heartbeats_keep_a_lease(rig: DriverRig) -> None:
 
 async def test_a_failed_group_ends_the_process_after_telling_everyone(rig: DriverRig) -> None:
     executor = scripted(die_at_step=3)
-    driver = await rig.start(executor)
+    driver = await rig.start(executor, max_recoveries=0)
     messages = driver.subscribe("ingress")
     await anext(messages)
     await driver.submit("ingress", count_from(1, 100))
@@ -85,15 +85,52 @@ async def test_a_failed_group_ends_the_process_after_telling_everyone(rig: Drive
     assert executor.stopped
 
 
-async def test_a_death_that_only_the_executor_sees_ends_the_process_too(rig: DriverRig) -> None:
-    driver = await rig.start()
+async def test_a_recovery_is_a_pause_and_no_reason_to_be_replaced(rig: DriverRig) -> None:
+    executor = scripted(die_at_step=3)
+    executor.may_restart.clear()
+    driver = await rig.start(executor)
+    messages = driver.subscribe("ingress")
+    await anext(messages)
+    await driver.submit("ingress", count_from(1, 40))
+    await eventually(lambda: executor.num_restarts == 1)
+
+    status = await driver.heartbeat("ingress")
+    assert status.unavailable_because == "recovering: scripted: a rank died in step 3"
+    assert (status.running, status.waiting) == (0, 1)
+    await driver.check_health()
+    await driver.submit("ingress", count_from(500, 5))
+    executor.may_restart.set()
+
+    tokens: dict[str, list[int]] = {}
+    async for data in messages:
+        message = decode(data)
+        assert isinstance(message, Deltas)
+        for delta in message.deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if not driver._subscriptions.num_requests:
+            break
+    assert tokens == {"from-1": list(range(2, 42)), "from-500": list(range(501, 506))}
+    assert (await driver.heartbeat("ingress")).unavailable_because is None
+    await driver.stop()
+    assert rig.exits == []
+
+
+async def test_an_idle_engine_hears_at_once_of_a_death_that_only_the_executor_sees(rig: DriverRig) -> None:
+    executor = scripted(die_at_step=0)
+    executor.may_restart.clear()
+    driver = await rig.start(executor)
     await anext(driver.subscribe("ingress"))
 
     rig.group_failure = "rank 1 was killed"
+    assert (await driver.heartbeat("ingress")).unavailable_because == "rank 1 was killed"
+    await eventually(lambda: executor.num_restarts == 1)  # the first heartbeat is two seconds away
 
-    await eventually(lambda: rig.exits == [EXIT_CODE])
-    with pytest.raises(Unavailable, match="rank 1 was killed"):
-        await driver.submit("ingress", count_from(1, 5))
+    rig.group_failure = None
+    assert "recovering" in str((await driver.heartbeat("ingress")).unavailable_because)
+    executor.may_restart.set()
+    await eventually(lambda: driver.unavailable_because is None)
+    await driver.stop()
+    assert rig.exits == []
 
 
 async def test_stopping_ends_the_ranks_and_the_streams(rig: DriverRig) -> None:

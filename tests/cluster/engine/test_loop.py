@@ -71,6 +71,7 @@ def running(
     step_deadline_s: float = 30.0,
     heartbeat_interval_s: float = 30.0,
     eos_token_ids: tuple[int, ...] = (),
+    max_recoveries: int = 0,
 ) -> Iterator[Engine]:
     config = EngineConfig(
         max_model_len=5000,
@@ -81,6 +82,7 @@ def running(
         step_deadline_s=step_deadline_s,
         heartbeat_interval_s=heartbeat_interval_s,
         eos_token_ids=eos_token_ids,
+        max_recoveries=max_recoveries,
     )
     engine = Engine(executor, config, publish)
     engine.start()
@@ -212,7 +214,7 @@ def test_a_publish_that_blocks_holds_up_no_step(depth: int) -> None:
 
 
 @pytest.mark.parametrize("how", [{"die_at_step": 5}, {"die_on_submit": 5}])
-def test_death_tells_every_request_once_and_refuses_new_ones(depth: int, how: dict[str, int]) -> None:
+def test_without_restarts_a_death_tells_every_request_once(depth: int, how: dict[str, int]) -> None:
     inbox, executor = Inbox(), scripted(**how)
     with running(executor, inbox, depth=depth) as engine:
         engine.submit(make_request("r", 3, 100, n=6))

@@ -7,6 +7,7 @@ its last. Ranks that die are restarted.
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.engine.block_hashing import BlockHash, digest
@@ -14,7 +15,7 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.engine.prefix_cache import PrefixCache
-from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests.fakes.scripted_executor import NextToken, ScriptedExecutor, count_up
 
 Key = tuple[str, int]  # request id, choice
@@ -40,6 +41,18 @@ def counted(request: GenerationRequest) -> list[int]:
     """What the counter model answers, when nothing but max_tokens ends it."""
     start = request.prompt_token_ids[-1] + 1
     return list(range(start, start + (request.sampling.max_tokens or 0)))
+
+
+def _scripted(tokens: Sequence[int], start: int, end: int, num_top: int) -> tuple[TokenLogprob, ...]:
+    """What the scripted ranks say of the tokens [start, end)."""
+    return tuple(
+        TokenLogprob(
+            token_id,
+            -float(token_id * 1024 + position),
+            tuple((token_id + rank, -float(position + rank)) for rank in range(num_top)),
+        )
+        for position, token_id in enumerate(tokens[start:end], start)
+    )
 
 
 class Rig:
@@ -74,6 +87,7 @@ class Rig:
         self.core = EngineCore(self.executor, self.config, clock=lambda: float(len(self.executor.executed)))
         self.core.scheduler.prefix_cache = PrefixCache(self.core.pool, prefix_cache, block_hash)
         self.asked: list[GenerationRequest] = []  # by sequence id
+        self.requests: dict[str, GenerationRequest] = {}
         self.cached: dict[Key, int] = {}  # as the first delta says
         self.tokens: dict[Key, list[int]] = {}
         self.reasons: dict[Key, FinishReason] = {}
@@ -83,6 +97,7 @@ class Rig:
         for request in requests:
             self.core.add(request)
             self.asked += [request] * request.sampling.n
+            self.requests[request.request_id] = request
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._collect(self.core.abort(request_id, choice))
@@ -141,10 +156,24 @@ class Rig:
             key = (delta.request_id, delta.choice)
             assert key not in self.reasons, f"a delta of {key} after its last"
             assert delta.num_cached_tokens == 0 or key not in self.tokens, f"{key} is told twice what was cached"
+            self._check_logprobs(delta)
             self.cached.setdefault(key, delta.num_cached_tokens)
             self.tokens.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
+
+    def _check_logprobs(self, delta: TokenDelta) -> None:
+        """Those of each token with the token, those of the prompt with the first token and never again."""
+        request = self.requests[delta.request_id]
+        asked, prompt = request.sampling, request.prompt_token_ids
+        before = self.tokens.get((delta.request_id, delta.choice), [])
+        tokens = (*prompt, *before, *delta.token_ids)
+        start = len(prompt) + len(before)
+        expected = () if asked.logprobs is None else _scripted(tokens, start, len(tokens), asked.logprobs)
+        assert delta.logprobs == expected
+        due = asked.prompt_logprobs is not None and bool(delta.token_ids) and not before
+        of_prompt = (None, *_scripted(tokens, 1, len(prompt), asked.prompt_logprobs or 0)) if due else None
+        assert delta.prompt_logprobs == of_prompt
 
     def _check_mirror(self) -> None:
         """Only when no plan is in flight are both sides at the same step."""

@@ -174,6 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
                 seed=seed,
                 ignore_eos=ignore_eos,
                 stop_token_ids=stops,
+                logprobs=None if seed % 2 else seed % 3,
                 prompt_logprobs=None if reads_cache else 0,
             )
         )

@@ -1,5 +1,7 @@
 """A result that does not answer the plan is a failure of the ranks, and confirms nothing."""
 
+from typing import Any
+
 import pytest
 
 from cluster.engine.block_pool import BlockPool
@@ -12,13 +14,13 @@ from tests.cluster.engine.rig import make_request
 from workers.protocol import SequenceId, SequenceOutput, StepResult
 
 
-def planned() -> Scheduler:
-    """Two sequences, both sampled by the plan in flight."""
+def planned(**sampling: Any) -> Scheduler:
+    """Two sequences, both sampled by the plan in flight; the first with `sampling`."""
     scheduler = Scheduler(EngineConfig(max_model_len=100), BlockPool(8, 4), incarnation=3)
     for number in range(2):
         scheduler.add(
             make_sequence(
-                make_request(f"r{number}", 3, 5),
+                make_request(f"r{number}", 3, 5, **({} if number else sampling)),
                 0,
                 sequence_id=SequenceId(number),
                 seed=0,

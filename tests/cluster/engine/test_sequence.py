@@ -7,7 +7,7 @@ import pytest
 from cluster.engine.sequence import TRANSITIONS, Sequence, SequenceState, make_sequence
 from cluster.generation import FinishReason
 from tests.cluster.engine.rig import make_request
-from workers.protocol import SequenceId
+from workers.protocol import Adjustments, SequenceId
 
 
 def sequence_of(max_total_tokens: int = 10, **sampling: Any) -> Sequence:
@@ -63,6 +63,43 @@ def test_stop_tokens(sampling: dict[str, Any], token: int, reason: FinishReason 
     sequence = sequence_of(**sampling)
     sequence.advance(3)
     assert sequence.accept((token,)) == ((token,), reason)
+
+
+def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
+    sequence = sequence_of(min_tokens=2)
+    sequence.advance(3)
+    assert sequence.accept((99,)) == ((99,), None)
+    assert sequence.accept((99,)) == ((99,), None)
+    assert sequence.accept((99,)) == ((99,), FinishReason.STOP)
+
+
+def test_ranks_are_told_what_is_asked_for() -> None:
+    asked: dict[str, Any] = {
+        "logit_bias": ((4, 1.5),),
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "allowed_token_ids": (4, 5),
+    }
+    sampling = sequence_of(**asked, min_p=0.1, logprobs=3, prompt_logprobs=0).sampling
+    assert sampling.adjustments == Adjustments(**asked)
+    assert (sampling.min_p, sampling.logprobs, sampling.prompt_logprobs) == (0.1, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adjustments"),
+    [
+        ({}, None),
+        ({"stop_token_ids": (50,), "min_p": 0.3}, None),
+        ({"min_tokens": 2}, Adjustments(min_tokens=2, stop_token_ids=(99,))),
+        ({"min_tokens": 2, "stop_token_ids": (50,)}, Adjustments(min_tokens=2, stop_token_ids=(50, 99))),
+        ({"min_tokens": 2, "ignore_eos": True}, None),
+    ],
+)
+def test_ranks_learn_of_stops_only_to_avoid_them(
+    sampling: dict[str, Any], adjustments: Adjustments | None
+) -> None:
+    assert sequence_of(**sampling).sampling.adjustments == adjustments
 
 
 def test_length_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:

@@ -13,7 +13,7 @@ Model = Decoder | Gpt2
 def build_model(spec: ModelSpec, placement: Placement) -> Model:
     """One rank's shard, its parameters still without memory."""
     match spec.architecture:
-        case "llama" | "mistral" | "qwen2" | "qwen3":
+        case "llama" | "mistral" | "qwen2" | "qwen3" | "qwen3_moe" | "mixtral":
             return Decoder(spec, placement)
         case "gpt2":
             return Gpt2(spec, placement)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from model_shards.errors import UnsupportedModel
 from model_shards.rope import RopeScaling
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 
@@ -28,7 +28,7 @@ class ModelSpec:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of the feed-forward layer, or of each expert
     max_positions: int
     norm_epsilon: float
     rope_theta: float | None  # None: positions are learned
@@ -38,6 +38,9 @@ class ModelSpec:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     query_key_norm: bool = False  # an RMS norm over each head before the rotation
+    num_experts: int = 0  # in every layer, instead of one feed-forward layer
+    experts_per_token: int = 0
+    normalised_routing: bool = False  # the weights of a token's experts add up to one
     windows: tuple[int | None, ...] = ()  # how many keys a token of each layer sees; empty: no layer has a window
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -61,6 +64,8 @@ class ModelSpec:
             )
         if self.rope_theta is not None and self.head_dim % 2:
             raise UnsupportedModel(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.num_experts < 0 or not min(self.num_experts, 1) <= self.experts_per_token <= self.num_experts:
+            raise UnsupportedModel(f"{self.experts_per_token} of {self.num_experts} experts for each token")
         if self.windows and len(self.windows) != self.num_layers:
             raise UnsupportedModel(f"{len(self.windows)} attention windows for {self.num_layers} layers")
         for window in self.windows:
@@ -69,8 +74,8 @@ class ModelSpec:
 
     @property
     def matrices_per_ffn_column(self) -> int:
-        """In how many matrices of a layer an FFN column has a row or a column of hidden_size weights."""
-        return 2 if self.architecture == "gpt2" else 3
+        """In how many matrices of a layer, over all experts, an FFN column has hidden_size weights."""
+        return 2 if self.architecture == "gpt2" else 3 * max(self.num_experts, 1)
 
     def window_of(self, layer: int) -> int | None:
         """How many keys a token sees in `layer`, its own among them; None: all."""

@@ -1,4 +1,4 @@
-"""The decoder that serves Llama, Mistral, Qwen2 and Qwen3: one rank's shard of it, by the flags of its spec.
+"""The decoder that serves the Llama, Mistral and Qwen families: one rank's shard of it, by the flags of its spec.
 
 Two all-reduces a layer and one for the embedding. Knows tokens and positions; knows nothing of files, sequences or
 KV blocks.
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from model_shards.families.decoder_layout import decoder_layout
 from model_shards.layers.attention import Attention
+from model_shards.layers.experts import MixtureOfExperts
 from model_shards.layers.linear import Linear
 from model_shards.layers.mlp import GatedMlp
 from model_shards.layers.norm import RmsNorm
@@ -109,7 +110,8 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
         self.attention = Attention(spec, index, query_heads, kv_heads, placement)
         self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
-        self.mlp = GatedMlp(spec, partition.ffn_columns[rank].size, placement)
+        feed_forward = MixtureOfExperts if spec.num_experts else GatedMlp
+        self.mlp = feed_forward(spec, partition.ffn_columns[rank].size, placement)
 
     def forward(
         self,

@@ -19,7 +19,8 @@ def decoder_layout(spec: ModelSpec, partition: ModelPartition) -> ModelLayout:
         for name in ("attention_norm.weight", "mlp_norm.weight"):
             layout[f"{layer}.{name}"] = _whole(f"{layer}.{name}", (spec.hidden_size,), partition.num_ranks)
         layout |= attention_layout(spec, partition, f"{layer}.attention")
-        layout |= _mlp_layout(spec, partition, f"{layer}.mlp")
+        feed_forward = _experts_layout if spec.num_experts else _mlp_layout
+        layout |= feed_forward(spec, partition, f"{layer}.mlp")
     layout["norm.weight"] = _whole("norm.weight", (spec.hidden_size,), partition.num_ranks)
     if not spec.tied_embeddings:
         layout["head.weight"] = _cut("head.weight", *vocabulary)
@@ -66,4 +67,17 @@ def _mlp_layout(spec: ModelSpec, partition: ModelPartition, mlp: str) -> dict[st
             *(_cut(f"{mlp}.{name}.bias", (ffn,), columns) for name in ("gate", "up"))
         )
         parts[f"{mlp}.down.bias"] = _whole(f"{mlp}.down.bias", (hidden,), partition.num_ranks)
+    return parts
+
+
+def _experts_layout(spec: ModelSpec, partition: ModelPartition, mlp: str) -> dict[str, ParameterLayout]:
+    hidden, ffn, columns = spec.hidden_size, spec.intermediate_size, partition.ffn_columns
+    router = f"{mlp}.router.weight"
+    parts = {router: _whole(router, (spec.num_experts, hidden), partition.num_ranks)}
+    for index in range(spec.num_experts):
+        expert = f"{mlp}.experts.{index}"
+        parts[f"{expert}.gate_up.weight"] = _stacked(
+            *(_cut(f"{expert}.{name}.weight", (ffn, hidden), columns) for name in ("gate", "up"))
+        )
+        parts[f"{expert}.down.weight"] = _cut(f"{expert}.down.weight", (hidden, ffn), columns, axis=1)
     return parts

@@ -11,6 +11,7 @@ from typing import Any
 
 from model_shards.errors import CheckpointError, UnsupportedModel
 from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
+from model_shards.weights.expert_config import DENSE_ONLY_VALUES, MIXTURE_ONLY_VALUES, read_feed_forward
 from model_shards.weights.fields import Fields
 from model_shards.weights.gguf_header import GgufHeader
 from model_shards.weights.gpt2_config import GPT2_ONLY_VALUES, gpt2_spec
@@ -23,9 +24,12 @@ _CLASSES: Mapping[str, Architecture] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
     "GPT2LMHeadModel": "gpt2",
 }
 _DEFAULT_THETA = 10_000.0
+_MIXTRAL_THETA = 1_000_000.0
 # Settings that change the arithmetic, each with the only values that we run.
 _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
@@ -34,8 +38,6 @@ _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "rope_interleaved": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
 }
 _GGUF_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")  # Mistral's files say "llama"
 _GGUF_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -69,10 +71,13 @@ def folder_spec(folder: Path) -> ModelSpec:
         _refuse_others(config, GPT2_ONLY_VALUES)
         return gpt2_spec(config, tied_embeddings=tied, eos_token_ids=eos)
     _refuse_others(config, _ONLY_VALUES)
-    rope = read_rope_config(config, _DEFAULT_THETA)
+    has_experts = architecture in ("mixtral", "qwen3_moe")
+    _refuse_others(config, MIXTURE_ONLY_VALUES if has_experts else DENSE_ONLY_VALUES)
+    feed_forward = read_feed_forward(config, architecture)
+    rope = read_rope_config(config, _MIXTRAL_THETA if architecture == "mixtral" else _DEFAULT_THETA)
     query_heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
-    attention_bias = architecture in ("llama", "qwen3") and bool(config.flag("attention_bias"))
+    attention_bias = architecture in ("llama", "qwen3", "qwen3_moe") and bool(config.flag("attention_bias"))
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
@@ -81,16 +86,19 @@ def folder_spec(folder: Path) -> ModelSpec:
         num_query_heads=query_heads,
         num_kv_heads=config.integer("num_key_value_heads", query_heads),
         head_dim=config.integer("head_dim", hidden // max(query_heads, 1)),
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=feed_forward.intermediate_size,
         max_positions=rope.max_positions,
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.number("rms_norm_eps", 1e-5 if architecture == "mixtral" else 1e-6),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         tied_embeddings=tied,
         qkv_bias=architecture == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=architecture == "llama" and bool(config.flag("mlp_bias")),
-        query_key_norm=architecture == "qwen3",
+        query_key_norm=architecture in ("qwen3", "qwen3_moe"),
+        num_experts=feed_forward.num_experts,
+        experts_per_token=feed_forward.experts_per_token,
+        normalised_routing=feed_forward.normalised_routing,
         windows=read_windows(config, architecture, rope.max_positions),
         bos_token_id=config.optional_integer("bos_token_id"),
         eos_token_ids=eos,

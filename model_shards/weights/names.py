@@ -25,6 +25,21 @@ _DECODER: Mapping[str, str] = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+_QWEN3_MOE: Mapping[str, str] = {
+    **_DECODER,
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL: Mapping[str, str] = {
+    **_DECODER,
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+_DECODERS: Mapping[Architecture, Mapping[str, str]] = {"qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
 _GPT2: Mapping[str, str] = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
@@ -72,7 +87,7 @@ class StoredTensor:
 def hugging_face_tensor(tensor: str, architecture: Architecture) -> StoredTensor:
     """`layers.3.attention.query.weight` -> `model.layers.3.self_attn.q_proj.weight`"""
     if architecture != "gpt2":
-        return StoredTensor(_translate(tensor, _DECODER, "model.layers"))
+        return StoredTensor(_translate(tensor, _DECODERS.get(architecture, _DECODER), "model.layers"))
     name = _translate(tensor, _GPT2, "transformer.h")
     part = _part_of_layer(tensor)
     transposed = part in _GPT2_TRANSPOSED and tensor.endswith(".weight")
@@ -91,6 +106,9 @@ def _translate(tensor: str, names: Mapping[str, str], layers: str) -> str:
     if not module.startswith("layers."):
         return f"{names[module]}.{leaf}"
     _, index, part = module.split(".", 2)
+    if part.startswith("mlp.experts."):
+        _, _, expert, matrix = part.split(".")
+        return f"{layers}.{index}.{names[f'mlp.experts.{matrix}'].format(expert)}.{leaf}"
     return f"{layers}.{index}.{names[part]}.{leaf}"
 
 

@@ -17,10 +17,15 @@ def read_windows(config: Fields, architecture: Architecture, max_positions: int)
     """One entry a layer, or none at all where no layer has a window. Raises `UnsupportedModel`."""
     num_layers = config.integer("num_hidden_layers")
     match architecture:
-        case "mistral":
+        case "mistral" | "mixtral":
             _refuse_layer_types(config, architecture)
-            is_null = "sliding_window" in config.values and config.values["sliding_window"] is None
-            window = None if is_null else config.integer("sliding_window", _DEFAULT_WINDOW)
+            window = config.optional_integer("sliding_window")
+            if architecture == "mistral" and "sliding_window" not in config.values:
+                window = _DEFAULT_WINDOW
+            sliding = [True] * num_layers
+        case "qwen3_moe":
+            _refuse_layer_types(config, architecture)
+            window = config.integer("sliding_window", _DEFAULT_WINDOW) if _is_used(config) else None
             sliding = [True] * num_layers
         case "qwen2" | "qwen3":
             window = config.integer("sliding_window", _DEFAULT_WINDOW) if _is_used(config) else None

@@ -31,7 +31,22 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+}
+# What a family has beside the keys of all; experts are 40 columns wide, and 5 of them.
+_OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "moe_intermediate_size": 40,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 # 6 query heads over 2 KV heads, and a vocabulary that no number of ranks divides.
 _TINY: Mapping[str, Any] = {
@@ -78,7 +93,7 @@ def write_tiny_model(folder: Path, family: str, *, seed: int = 0, **overrides: A
         **(_TINY_GPT2 if family == "gpt2" else _TINY),
         "model_type": family,
         "architectures": [_ARCHITECTURES[family]],
-        **({"sliding_window": None} if family == "mistral" else {}),
+        **_OF_FAMILY.get(family, {}),
         **overrides,
     }
     config = {key: value for key, value in config.items() if value is not ...}
@@ -106,7 +121,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def _layer_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> dict[str, Tensor]:
-    family, hidden, ffn = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    family, hidden = config["model_type"], config["hidden_size"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
     query, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     weights = {
@@ -116,9 +131,7 @@ def _layer_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> d
         "self_attn.v_proj.weight": drawn(kv, hidden),
         "self_attn.o_proj.weight": drawn(hidden, query),
         "post_attention_layernorm.weight": 1 + drawn(hidden),
-        "mlp.gate_proj.weight": drawn(ffn, hidden),
-        "mlp.up_proj.weight": drawn(ffn, hidden),
-        "mlp.down_proj.weight": drawn(hidden, ffn),
+        **_feed_forward_weights(config, drawn),
     }
     if family == "qwen2" or config.get("attention_bias", False):
         weights |= {
@@ -127,10 +140,33 @@ def _layer_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> d
     if config.get("attention_bias", False):
         weights["self_attn.o_proj.bias"] = drawn(hidden)
     if config.get("mlp_bias", False):
-        sizes = {"gate": ffn, "up": ffn, "down": hidden}
+        sizes = {"gate": config["intermediate_size"], "up": config["intermediate_size"], "down": hidden}
         weights |= {f"mlp.{name}_proj.bias": drawn(size) for name, size in sizes.items()}
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         weights |= {f"self_attn.{name}_norm.weight": 1 + drawn(head_dim) for name in "qk"}
+    return weights
+
+
+def _feed_forward_weights(config: Mapping[str, Any], drawn: Callable[..., Tensor]) -> dict[str, Tensor]:
+    hidden = config["hidden_size"]
+    match config["model_type"]:
+        case "mixtral":
+            module, (gate, up, down) = "block_sparse_moe", ("w1", "w3", "w2")
+            ffn, num_experts = config["intermediate_size"], config["num_local_experts"]
+        case "qwen3_moe":
+            module, (gate, up, down) = "mlp", ("gate_proj", "up_proj", "down_proj")
+            ffn, num_experts = config["moe_intermediate_size"], config["num_experts"]
+        case _:
+            ffn = config["intermediate_size"]
+            return {
+                "mlp.gate_proj.weight": drawn(ffn, hidden),
+                "mlp.up_proj.weight": drawn(ffn, hidden),
+                "mlp.down_proj.weight": drawn(hidden, ffn),
+            }
+    weights = {f"{module}.gate.weight": drawn(num_experts, hidden) * 2}
+    for expert in range(num_experts):
+        for name, shape in {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}.items():
+            weights[f"{module}.experts.{expert}.{name}.weight"] = drawn(*shape)
     return weights
 
 

@@ -17,7 +17,9 @@ def reference_model(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     if path.is_dir():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
     return _model_of_gguf(path)
 
 

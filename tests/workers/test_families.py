@@ -21,6 +21,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"head_dim": ..., "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_key_value_heads": 1}),
     "gpt2": ("gpt2", {"n_head": 5, "n_embd": 80, "n_positions": 1024}),
 }
 

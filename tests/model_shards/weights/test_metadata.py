@@ -74,6 +74,51 @@ def test_families_differ_in_flags(tmp_path: Path) -> None:
     assert by_type.architecture == "mistral"
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
+}
+
+
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    mixtral = spec_of(tmp_path, MIXTURES["mixtral"], rms_norm_eps=...)
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.intermediate_size) == (4, 2, 160)
+    assert (mixtral.normalised_routing, mixtral.query_key_norm, mixtral.windows) == (True, False, ())
+    assert (mixtral.rope_theta, mixtral.norm_epsilon) == (1e6, 1e-5)
+    qwen = spec_of(tmp_path, MIXTURES["qwen3_moe"], decoder_sparse_step=1, mlp_only_layers=[])
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.intermediate_size) == (6, 3, 40)
+    assert (qwen.normalised_routing, qwen.query_key_norm, qwen.rope_theta) == (False, True, 10_000.0)
+    renamed = spec_of(tmp_path, MIXTURES["qwen3_moe"], num_experts=..., num_local_experts=6, norm_topk_prob=True)
+    assert (renamed.num_experts, renamed.normalised_routing) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "7 of 6 experts for each token"),
+        ("mixtral", {"num_experts_per_tok": 0}, "0 of 4 experts for each token"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ],
+)
+def test_what_we_do_not_run_of_a_mixture_is_refused(
+    tmp_path: Path, family: str, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_of(tmp_path, MIXTURES[family], **overrides)
+
+
+def test_experts_in_a_family_that_has_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="num_local_experts = 8"):
+        spec_of(tmp_path, num_local_experts=8)
+
+
 def test_absent_keys_have_the_defaults_of_the_format(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, num_key_value_heads=..., eos_token_id=..., bos_token_id=None)
     assert (spec.num_kv_heads, spec.rope_theta, spec.eos_token_ids, spec.bos_token_id) == (6, 10_000.0, (), None)
@@ -154,6 +199,10 @@ def test_what_we_do_not_run_is_refused_by_name(tmp_path: Path, overrides: dict[s
         ({**QWEN2, "max_window_layers": 0, "use_sliding_window": False}, ()),
         ({**QWEN2, "layer_types": ["sliding_attention", "full_attention"]}, (128, None)),
         ({**QWEN2, "architectures": ["Qwen3ForCausalLM"], "max_window_layers": 1}, (None, 128)),
+        ({**QWEN2, "architectures": ["Qwen3MoeForCausalLM"]}, (128, 128)),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 128}, ()),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 128}, (128, 128)),
+        ({"architectures": ["MixtralForCausalLM"], "max_position_embeddings": 8192}, ()),
     ],
 )
 def test_windows_of_layers(tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:

@@ -6,7 +6,7 @@ choices, chunked prompts and preemptions share the steps.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cluster.driver.local_executor import LocalExecutor, start_local_group
 from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Capacity
-from cluster.generation import GenerationRequest, SamplingParams
+from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from model_shards.weights.loader import load_model
 from tests.cluster.engine.rig import Key
 from tests.fakes.checkpoints import write_tiny_llama
@@ -81,6 +81,59 @@ def run(core: EngineCore, asked: list[GenerationRequest]) -> dict[Key, list[int]
     core.check_integrity()
     assert core.pool.num_free == _NUM_BLOCKS
     return tokens
+
+
+def demanding_requests() -> list[GenerationRequest]:
+    """Case 46: 6 requests of 60 tokens with penalties, seeds and log-probabilities, for blocks that hold one."""
+    adjusted: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"frequency_penalty": 1.2, "min_p": 0.02, "logit_bias": ((7, 4.0), (9, -3.0))},
+        {"min_tokens": 30, "stop_token_ids": tuple(range(0, 1003, 2)), "top_k": 40},
+    ]
+    return [
+        GenerationRequest(
+            f"r{i}",
+            tuple((i * 31 + j * 17) % 300 + 1 for j in range(20)),
+            SamplingParams(
+                max_tokens=40,
+                temperature=0.8 * (i % 2),
+                seed=i,
+                logprobs=2,
+                prompt_logprobs=i % 3,
+                **adjusted[i % 3],
+            ),
+            bad_words_ids=((5,), (11, 12)) if i == 4 else (),
+        )
+        for i in range(6)
+    ]
+
+
+def deltas_of(core: EngineCore, asked: list[GenerationRequest]) -> dict[str, list[TokenDelta]]:
+    """Of each request, one after the other."""
+    deltas: dict[str, list[TokenDelta]] = {request.request_id: [] for request in asked}
+    for request in asked:
+        core.add(request)
+    while not core.idle:
+        for delta in core.finish_step(core.plan_step()):
+            deltas[delta.request_id].append(replace(delta, num_cached_tokens=0))
+    core.check_integrity()
+    return deltas
+
+
+def test_penalties_and_log_probabilities_under_pressure_are_those_alone(checkpoint: Path, depth: int) -> None:
+    core = start(checkpoint, depth)
+    alone: dict[str, list[TokenDelta]] = {}
+    for request in demanding_requests():
+        alone |= deltas_of(core, [request])
+    assert core.stats().preemptions == 0
+    assert deltas_of(core, demanding_requests()) == alone  # bit for bit
+    assert core.stats().preemptions > 0
+    for deltas in alone.values():
+        assert [len(delta.prompt_logprobs or ()) for delta in deltas] == [20] + [0] * (len(deltas) - 1)
+        assert all(len(delta.logprobs) == len(delta.token_ids) == 1 for delta in deltas)
+    stopped = alone["r2"] + alone["r5"]
+    assert sum(delta.finish_reason is FinishReason.STOP for delta in stopped) == 2
+    assert 62 <= len(stopped) < 80
 
 
 def test_outputs_together_are_the_outputs_alone(checkpoint: Path, depth: int) -> None:

@@ -5,9 +5,12 @@ The scripted executor compares every slot that is read with the text that is cla
 
 import pytest
 
+from cluster.engine.block_pool import BlockPool
+from cluster.engine.prefix_cache import PrefixCache
+from cluster.engine.sequence import make_sequence
 from cluster.generation import FinishReason, GenerationRequest, SamplingParams
 from tests.cluster.engine.rig import Rig, counted, make_request
-from workers.protocol import NewSequence
+from workers.protocol import NewSequence, SequenceId
 
 
 def started(rig: Rig) -> list[NewSequence]:
@@ -171,6 +174,28 @@ def test_after_a_loss_of_the_ranks_nothing_is_found(depth: int) -> None:
     assert [new.num_computed_tokens for new in started(rig)][-1] == 0
     assert rig.tokens["during", 0] == list(range(17, 25))
     rig.assert_nothing_left()
+
+
+def test_a_token_that_is_not_confirmed_is_in_no_text() -> None:
+    pool = BlockPool(4, 4)
+    cache = PrefixCache(pool, enabled=True)
+    sequence = make_sequence(
+        make_request("r", 3, 5),
+        0,
+        sequence_id=SequenceId(0),
+        seed=0,
+        max_total_tokens=8,
+        eos_token_ids=(),
+    )
+    sequence.blocks = pool.allocate(2)
+    sequence.advance(3)
+    sequence.advance(1)  # two plans in flight: the second computes what the first samples
+    cache.keep(sequence)
+    assert not sequence.num_kept_blocks
+    sequence.accept((4,))
+    cache.keep(sequence)
+    pool.free(sequence.blocks)
+    assert pool.num_cached == 1
 
 
 def test_a_text_is_hashed_once(depth: int) -> None:

@@ -46,6 +46,14 @@ def test_first_come_first_served_even_when_a_later_one_would_fit(depth: int) -> 
     assert list(rig.reasons) == [("running", 0), ("big", 0), ("small", 0)]
 
 
+def test_a_newcomer_leaves_every_running_sequence_a_block_to_grow_into(depth: int) -> None:
+    rig = Rig(depth=depth, num_blocks=6, block_size=4)
+    rig.add(make_request("running", 16, 5), make_request("newcomer", 5, 3, first=100))
+    rig.run_until_first_token("newcomer")
+    assert rig.reasons == {("running", 0): FinishReason.LENGTH}
+    assert rig.core.stats().preemptions == 0
+
+
 def test_a_sequence_is_not_scheduled_past_its_known_end(depth: int) -> None:
     rig = Rig(depth=depth)
     rig.add(make_request("r", 4, 3))

@@ -50,7 +50,9 @@ async def test_a_prompt_is_scored_as_the_reference_scores_it(tmp_path: Path) -> 
     """Twice, since a prefix hit computes no logits; in chunks; beside a request that generates."""
     folder = write_tiny_llama(tmp_path / "llama")
     settings = {"model": str(folder), "served_model_name": "llama", "dtype": "float32", "device": "cpu"}
-    config = ClusterConfig.parse({**settings, "kv_cache_memory": "8MiB", "max_num_batched_tokens": 16, "max_num_seqs": 8})
+    config = ClusterConfig.parse(
+        {**settings, "kv_cache_memory": "8MiB", "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    )
     prompt = list(range(60, 100))
     with torch.inference_mode():
         reference = reference_model(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)

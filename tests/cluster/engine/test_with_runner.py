@@ -176,7 +176,7 @@ def start_rank(checkpoint: Path, depth: int, prefix_cache: bool, group: ThreadGr
     model.local_logits = recording  # type: ignore[method-assign]
     limits: dict[str, Any] = {"max_model_len": _MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 16}
     config = worker_config(block_size=4, tensor_parallel_size=group.size, **limits)
-    executor = LocalExecutor(Runner(model, group, config, _NUM_BLOCKS), Capacity(_NUM_BLOCKS, 4))
+    executor = LocalExecutor(lambda: Runner(model, group, config, _NUM_BLOCKS), Capacity(_NUM_BLOCKS, 4))
     settings = EngineConfig(**limits, max_steps_in_flight=depth, prefix_cache=prefix_cache)
     return Recorded(EngineCore(executor, settings, clock=lambda: 0.0), rows)
 

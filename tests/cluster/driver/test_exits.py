@@ -15,9 +15,9 @@ from cluster.driver.exits import how_it_ended, last_lines
 
 def ended(program: str, number: int | None = None) -> str:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
     pidfd = os.pidfd_open(process.pid)
     try:
-        assert process.stdout is not None
         process.stdout.readline()
         if number is not None:
             process.send_signal(number)

@@ -46,7 +46,6 @@ class Sequence:
     prompt_logprobs: PromptLogprobs | None = None  # where asked, until they have gone out
     priority: int = 0
     cache_fields: Mapping[str, str] = field(default_factory=dict)  # cached blocks are shared where these are equal
-    reads_cache: bool = True
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -79,6 +78,11 @@ class Sequence:
     @property
     def has_output(self) -> bool:
         return self.num_output_tokens > 0
+
+    @property
+    def reads_cache(self) -> bool:
+        """Not while log-probabilities of its prompt are wanted: what is not computed has no logits."""
+        return self.prompt_logprobs is None
 
     def become(self, state: SequenceState) -> None:
         assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id}: {self.state} -> {state}"
@@ -150,7 +154,6 @@ def make_sequence(
         prompt_logprobs=None if asked.prompt_logprobs is None else PromptLogprobs(request.prompt_token_ids),
         priority=request.priority,
         cache_fields={} if request.cache_salt is None else {"cache_salt": request.cache_salt},
-        reads_cache=asked.prompt_logprobs is None,  # what is not computed has no logits
     )
 
 

@@ -48,7 +48,7 @@ def test_first_come_first_served_even_when_a_later_one_would_fit(depth: int) -> 
 
 def test_a_newcomer_leaves_every_running_sequence_a_block_to_grow_into(depth: int) -> None:
     rig = Rig(depth=depth, num_blocks=6, block_size=4)
-    rig.add(make_request("running", 16, 5), make_request("newcomer", 5, 3, first=100))
+    rig.add(make_request("running", 13, 6), make_request("newcomer", 5, 3, first=100))
     rig.run_until_first_token("newcomer")
     assert rig.reasons == {("running", 0): FinishReason.LENGTH}
     assert rig.core.stats().preemptions == 0

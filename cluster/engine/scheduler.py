@@ -14,48 +14,13 @@ from operator import attrgetter
 
 from cluster.engine.block_pool import BlockPool
 from cluster.engine.config import EngineConfig
+from cluster.engine.plan_attempt import PlanAttempt
 from cluster.engine.prefix_cache import PrefixCache
 from cluster.engine.sequence import Sequence, SequenceState
 from cluster.generation import FinishReason
-from workers.protocol import KnownSequence, NewSequence, SequenceId, StepPlan
+from workers.protocol import KnownSequence, SequenceId, StepPlan
 
 _order = attrgetter("order")
-
-
-class _Attempt:
-    """One plan in the making: what is left of its token budget, and its rows so far."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.new: list[NewSequence] = []
-        self.admitted: list[Sequence] = []  # the sequences of `new`
-        self.known: list[KnownSequence] = []
-        self.sampled: list[Sequence] = []  # the rows whose step will sample a token
-
-    def take_known(self, sequence: Sequence, row: KnownSequence) -> None:
-        self.known.append(row)
-        self._count(sequence, row.num_new_tokens)
-
-    def take_new(self, sequence: Sequence) -> None:
-        num_tokens = min(sequence.num_tokens_left_to_compute, self.budget)
-        self.new.append(
-            NewSequence(
-                sequence_id=sequence.sequence_id,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.sampling,
-                blocks=tuple(sequence.blocks),
-                num_computed_tokens=sequence.num_computed_tokens,
-                num_new_tokens=num_tokens,
-            )
-        )
-        self.admitted.append(sequence)
-        self._count(sequence, num_tokens)
-
-    def _count(self, sequence: Sequence, num_tokens: int) -> None:
-        self.budget -= num_tokens
-        if sequence.advance(num_tokens):
-            self.sampled.append(sequence)
 
 
 class Scheduler:
@@ -118,7 +83,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can be planned before a result arrives."""
-        attempt = _Attempt(self._config.max_num_batched_tokens)
+        attempt = PlanAttempt(self._config.max_num_batched_tokens)
         self._make_way()
         self._plan_prompts(attempt, self._plan_decodes(attempt))
         has_rows = attempt.new or attempt.known
@@ -128,9 +93,9 @@ class Scheduler:
 
     def heartbeat(self) -> StepPlan:
         """A plan without rows, to learn whether the ranks can run a step."""
-        return self._emit(_Attempt(0))
+        return self._emit(PlanAttempt(0))
 
-    def _emit(self, attempt: _Attempt) -> StepPlan:
+    def _emit(self, attempt: PlanAttempt) -> StepPlan:
         plan = StepPlan(
             incarnation=self._incarnation,
             step=self._next_step,
@@ -167,7 +132,7 @@ class Scheduler:
                 return
             self._preempt(self.running[-1])
 
-    def _plan_decodes(self, attempt: _Attempt) -> list[Sequence]:
+    def _plan_decodes(self, attempt: PlanAttempt) -> list[Sequence]:
         """Plan every running sequence with one token left. Returns those with more."""
         prefills: list[Sequence] = []
         index = 0
@@ -199,7 +164,7 @@ class Scheduler:
             self._preempt(latest)
         return True
 
-    def _plan_prompts(self, attempt: _Attempt, prefills: list[Sequence]) -> None:
+    def _plan_prompts(self, attempt: PlanAttempt, prefills: list[Sequence]) -> None:
         """Share what decodes have left among those that have started and those that wait, in order."""
         for sequence in prefills:
             self._admit(attempt, sequence)
@@ -210,7 +175,7 @@ class Scheduler:
             self.prefix_cache.keep_after_plan(sequence)
         self._admit(attempt, None)
 
-    def _admit(self, attempt: _Attempt, ahead_of: Sequence | None) -> None:
+    def _admit(self, attempt: PlanAttempt, ahead_of: Sequence | None) -> None:
         """Start waiting sequences in order, up to a running one, with the blocks for all their known tokens.
 
         One whose next block is computed by this very plan waits a step and then reads it.

@@ -39,4 +39,11 @@ class YarnScaling:
     truncate: bool  # the ramp starts and ends at whole dimensions
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class DividedFrequencies:
+    """Each frequency divided by a number of its own, as GGUF files write the rule of Llama 3.1."""
+
+    divisors: tuple[float, ...]  # head_dim / 2
+
+
+RopeScaling = DividedFrequencies | LinearScaling | Llama3Scaling | YarnScaling

@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from model_shards.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from model_shards.rope import DividedFrequencies, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ def scaled_frequencies(
             return frequencies
         case LinearScaling(factor):
             return frequencies / factor
+        case DividedFrequencies(divisors):
+            return frequencies / torch.tensor(divisors, dtype=torch.float32)
         case Llama3Scaling():
             return _llama3(frequencies, scaling)
         case YarnScaling():

@@ -18,6 +18,7 @@ from model_shards.weights.gguf_header import GgufHeader, GgufTensor
 from model_shards.weights.names import gguf_name
 
 _INTERLEAVING_ARCHITECTURES = ("llama",)
+_READ_WITH_THE_SPEC = ("rope_freqs.weight",)
 _INTERLEAVED = (".attention.query.", ".attention.key.")
 
 
@@ -40,7 +41,7 @@ class GgufCheckpoint:
             if name not in self._header.tensors:
                 raise CheckpointError(f"{self._path}: has no tensor {name!r} ({tensor})")
         for name in self._header.tensors:
-            if name not in expected:
+            if name not in expected and name not in _READ_WITH_THE_SPEC:
                 raise CheckpointError(f"{self._path}: tensor {name!r} has no place in this architecture")
 
     def file_of(self, tensor: str) -> Path:

@@ -104,6 +104,14 @@ class GgufHeader:
         with _mapped(self.path) as data:
             return _Cursor(data, self.path, self._arrays[key]).array()
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """The elements of a small float32 tensor. Raises `CheckpointError` for one of another type."""
+        tensor = self.tensors[name]
+        if tensor.block_type != "F32":
+            raise CheckpointError(f"{self.path}: tensor {name!r} is {tensor.block_type}, not F32")
+        with _mapped(self.path) as data:
+            return struct.unpack_from(f"<{prod(tensor.shape)}f", data, tensor.offset)
+
     def has_array(self, key: str) -> bool:
         return key in self._arrays
 

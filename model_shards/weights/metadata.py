@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_shards.errors import CheckpointError, UnsupportedModel
+from model_shards.rope import DividedFrequencies
 from model_shards.spec import ARCHITECTURES, Architecture, ModelSpec
 from model_shards.weights.expert_config import DENSE_ONLY_VALUES, MIXTURE_ONLY_VALUES, read_feed_forward
 from model_shards.weights.fields import Fields
@@ -120,8 +121,6 @@ def gguf_spec(header: GgufHeader) -> ModelSpec:
             raise UnsupportedModel(f"{path}: {prefix}{key} differs between layers")
     fields = Fields(path, own)
     _refuse_others(fields, _GGUF_ONLY_VALUES)
-    if "rope_freqs.weight" in header.tensors:
-        raise UnsupportedModel(f"{path}: rope_freqs.weight (scaled rotary frequencies) is not supported")
     query_heads = fields.integer("attention.head_count")
     hidden = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // max(query_heads, 1))
@@ -143,6 +142,7 @@ def gguf_spec(header: GgufHeader) -> ModelSpec:
         max_positions=max_positions,
         norm_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", _DEFAULT_THETA),
+        rope_scaling=_gguf_rope_scaling(header, head_dim),
         tied_embeddings="output.weight" not in header.tensors,
         qkv_bias="blk.0.attn_q.bias" in header.tensors,
         output_bias="blk.0.attn_output.bias" in header.tensors,
@@ -208,6 +208,17 @@ def _gguf_vocabulary(header: GgufHeader) -> int:
     if embedding is None:
         raise CheckpointError(f"{header.path}: has no tensor 'token_embd.weight'")
     return embedding.shape[0]
+
+
+def _gguf_rope_scaling(header: GgufHeader, head_dim: int) -> DividedFrequencies | None:
+    if "rope_freqs.weight" not in header.tensors:
+        return None
+    divisors = header.numbers("rope_freqs.weight")
+    if len(divisors) != head_dim // 2 or min(divisors) <= 0:
+        raise CheckpointError(
+            f"{header.path}: tensor 'rope_freqs.weight' is not {head_dim // 2} divisors of frequencies"
+        )
+    return DividedFrequencies(divisors)
 
 
 def _gguf_token(header: GgufHeader, key: str) -> int | None:

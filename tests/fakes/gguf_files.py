@@ -19,6 +19,8 @@ def write_gguf(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],  # with Hugging Face's names
     quantisation: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    rope_divisors: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Write the file, and return the weights as they are in it: quantised and back, in Hugging Face's order."""
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -37,6 +39,8 @@ def write_gguf(
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None, f"gguf has no name for {name}"
         writer.add_tensor(stored_name, data, raw_dtype=None if target in _DETECTED else target)
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_divisors.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,7 @@
 """Scaled rotary embedding against `transformers`, within the original context and far beyond it."""
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 from model_shards.weights.metadata import read_spec
-from tests.fakes.checkpoints import write_tiny_model
+from tests.fakes.checkpoints import tiny_weights, write_tiny_model
+from tests.fakes.gguf_files import write_gguf
 from tests.fakes.reference import reference_model
 from tests.model_shards.families.logits import (
     TOLERANCE,
@@ -94,6 +97,27 @@ def test_dynamic_scaling_is_exact_up_to_the_models_positions(tmp_path: Path) -> 
     torch.testing.assert_close(
         sharded_logits(folder, 2, tokens),
         reference_logits(reference_model(folder), tokens),
+        rtol=0,
+        atol=TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_divisors_in_a_gguf_file_are_llama3_scaling(variant: Any, tmp_path: Path, ranks: int) -> None:
+    """The divisors are worked out here once more, as llama.cpp's converter does, from the wavelengths."""
+    folder, reference = variant("llama3")
+    config = json.loads((folder / "config.json").read_text())
+    wavelengths = 2 * math.pi * 10_000.0 ** (torch.arange(0, 32, 2).double() / 32)
+    divisors = []
+    for wavelength in wavelengths.tolist():
+        smooth = (32 / wavelength - 1.0) / (4.0 - 1.0)
+        between = 1 / ((1 - smooth) / 8.0 + smooth)
+        divisors.append(1.0 if wavelength < 32 / 4 else 8.0 if wavelength > 32 else between)
+    assert {1.0, 8.0} < set(divisors)
+    write_gguf(tmp_path / "m.gguf", config, tiny_weights(config, seed=0), rope_divisors=torch.tensor(divisors))
+    torch.testing.assert_close(
+        sharded_logits(tmp_path / "m.gguf", ranks, TOKENS),
+        reference_logits(reference, TOKENS),
         rtol=0,
         atol=TOLERANCE,
     )

@@ -335,7 +335,6 @@ def test_a_gguf_header(tmp_path: Path) -> None:
         ("gemma", (), {}, "general.architecture is 'gemma'; from GGUF we run llama"),
         ("llama", (), {"rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn'"),
         ("llama", (), {"expert_count": 8}, "expert_count = 8"),
-        ("llama", ("rope_freqs.weight",), {}, "rope_freqs.weight"),
         ("llama", (), {"rope.dimension_count": 2}, "rope.dimension_count differs from the head size 4"),
         ("llama", (), {"attention.value_length": 8}, "attention.value_length differs from the head size 4"),
         ("llama", (), {"logit_scale": 2.0}, "logit_scale = 2.0"),
@@ -348,6 +347,11 @@ def test_gguf_settings_that_we_do_not_run_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         read_spec(write_header(tmp_path / "m.gguf", architecture, tensors, **fields))
+
+
+def test_rope_divisors_of_another_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' is not 2 divisors"):
+        read_spec(write_header(tmp_path / "m.gguf", tensors=("rope_freqs.weight",)))
 
 
 def test_a_gguf_field_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.sampling.distribution import FloatRow, allowed_ids, draw
+from workers.sampling.distribution import FloatRow, allowed_ids, draw, greatest
 from workers.sampling.randomness import uniform
 
 VOCABULARY = 3000
@@ -84,6 +84,17 @@ def test_ties_rank_by_id() -> None:
     assert nucleus is not None
     assert nucleus.tolist() == [*range(len(nucleus) - 1), 700]
     assert 90 < len(nucleus) < 105
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 1000, 5003])
+@pytest.mark.parametrize("levels", [2, 50, 10**6])
+def test_the_greatest_are_found_with_ties_by_id(size: int, levels: int) -> None:
+    logits = np.random.default_rng(size).integers(0, levels, size).astype(np.float32)
+    for order in (logits, np.sort(logits), np.sort(logits)[::-1].copy()):
+        ranked = sorted(range(size), key=lambda each, row=order: (-row[each], each))  # type: ignore[misc]
+        for count in {1, 2, 20, 31, 156, 157, size}:
+            if count <= size:
+                assert greatest(order, count).tolist() == ranked[:count]
 
 
 def test_top_k_of_one_is_the_lowest_id_of_the_greatest() -> None:

@@ -1,8 +1,10 @@
 """Fixtures that several folders of tests share: the real model and the reference material beside the checkout."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from model_shards.errors import ModelSourceError
 from model_shards.sources import resolve_model
@@ -26,3 +28,11 @@ def shared_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no folder {folder.name}/ beside the checkout")
     return folder
+
+
+@pytest.fixture
+def intra_op_threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads share one operation of torch, in threads started later too; put back at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from model_shards.layers.placement import Placement
 
-_INVARIANT_ROWS = 4  # fewer rows than this and `F.linear` on CPU takes another path, with other bits
+# Fewer rows than this and `F.linear` on CPU takes another path, with other bits. Threads share the rows out, so
+# each needs as many: 5 rows on two threads are 3 and 2.
+_INVARIANT_ROWS = 4
 _PACKING_ROWS_HINT = 16  # the row count that the packed layout is made for; a hint of 1 gives 1 row other bits
 _PROBE_ROWS = (1, 2, 3, 7)
 _PROBE_BATCH = 16
@@ -59,8 +61,9 @@ class Linear(nn.Module):
         if self._packed is not None:
             return _multiply_packed(rows, self._packed, self.bias)
         assert self.weight is not None, "a layer has its weight plain or packed"
-        if self._keep_rows and rows.shape[0] < _INVARIANT_ROWS:
-            padded = F.pad(rows, (0, 0, 0, _INVARIANT_ROWS - rows.shape[0]))
+        padding = -rows.shape[0] % (_INVARIANT_ROWS * torch.get_num_threads()) if self._keep_rows else 0
+        if padding:
+            padded = F.pad(rows, (0, 0, 0, padding))
             return F.linear(padded, self.weight, self.bias)[: rows.shape[0]]
         return F.linear(rows, self.weight, self.bias)
 

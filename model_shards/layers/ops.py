@@ -1,7 +1,7 @@
 """The elementwise arithmetic between the GEMMs, one named function each, so that a fused kernel can replace one.
 
-Invariant: every function computes a row (token) from that row alone and with the same bits in any batch. Knows
-tensors; knows nothing of parameters, ranks or models.
+Invariant: every function computes a row (token) from that row alone and with the same bits in any batch and on any
+number of intra-op threads. Knows tensors; knows nothing of parameters, ranks or models.
 """
 
 import math
@@ -56,8 +56,15 @@ def rotate(
 def silu_and_multiply(
     gate_up: Tensor,  # [tokens, 2 * columns], gate first
 ) -> Tensor:  # [tokens, columns]
+    """On a CPU by the formula: torch's own kernel computes the last elements of each thread's part with other
+    code, and where a part ends depends on the number of tokens and of threads.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if gate_up.device.type != "cpu":
+        return F.silu(gate).mul_(up)
+    wide = gate.float()
+    divisor = wide.neg().exp_().add_(1.0)
+    return torch.div(wide, divisor, out=divisor).to(gate_up.dtype).mul_(up)
 
 
 def gelu_tanh(

@@ -126,8 +126,11 @@ def test_logits_are_bitwise_equal_alone_in_any_batch_and_chunking(
     run_ranks(num_ranks, work)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_replay_continues_with_equal_bits(tiny_llama: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_threads"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_a_replay_continues_with_equal_bits(
+    tiny_llama: Path, num_ranks: int, num_threads: int, intra_op_threads: Callable[[int], None]
+) -> None:
+    intra_op_threads(num_threads)
     jobs = greedy_jobs((3, 40, 254, 300))
 
     def work(group: ThreadGroup) -> None:

@@ -1,5 +1,7 @@
 """One row has the same bits in any batch, packed or not, and the sum over ranks is the whole product."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,17 @@ def test_a_row_has_the_same_bits_in_any_batch(path: str, out_features: int, in_f
     whole = layer(rows)
     for start, stop in [(0, 1), (7, 8), (3, 5), (10, 13), (20, 24), (0, 33), (50, 150), (149, 150)]:
         assert torch.equal(layer(rows[start:stop]), whole[start:stop])
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("num_rows", [4, 5, 6, 7, 9, 10, 13])
+def test_a_row_has_the_same_bits_when_threads_share_the_rows(
+    path: str, num_rows: int, num_threads: int, intra_op_threads: Callable[[int], None]
+) -> None:
+    intra_op_threads(num_threads)
+    layer = ready(drawn(320, 96))
+    rows = drawn(150, 96, seed=2)
+    assert torch.equal(layer(rows[:num_rows]), layer(rows)[:num_rows])
 
 
 def test_the_product_is_right(path: str) -> None:

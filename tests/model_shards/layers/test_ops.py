@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     ),
     "gelu_tanh": (ops.gelu_tanh, [drawn(200, 672)]),
     "gelu_tanh, odd": (ops.gelu_tanh, [drawn(200, 67)]),
+    "silu_and_multiply, 80": (ops.silu_and_multiply, [drawn(200, 2 * 80)]),
     "silu_and_multiply, odd": (ops.silu_and_multiply, [drawn(200, 2 * 67)]),
 }
 
@@ -51,6 +52,23 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> 
     whole = function(*inputs)
     for start, stop in [(0, 1), (17, 18), (3, 5), (5, 8), (1, 14), (60, 133)]:
         assert torch.equal(function(*[tensor[start:stop] for tensor in inputs]), whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_same_bits_on_any_number_of_threads(
+    name: str, dtype: torch.dtype, intra_op_threads: Callable[[int], None]
+) -> None:
+    """From 32,768 elements on threads share a tensor out by elements, so their parts end in the middle of rows."""
+    function, inputs = CASES[name]
+    copies = 2 + 100_000 // inputs[0].numel()
+    inputs = [torch.cat([tensor] * copies).to(dtype) for tensor in inputs]
+    intra_op_threads(1)
+    alone = torch.cat([function(*[tensor[:200] for tensor in inputs])] * copies)
+    for count in (2, 3):
+        intra_op_threads(count)
+        for stop in range(len(alone) - 12, len(alone)):
+            assert torch.equal(function(*[tensor[:stop] for tensor in inputs]), alone[:stop])
 
 
 def test_rms_norm() -> None:

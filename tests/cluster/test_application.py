@@ -1,6 +1,7 @@
 """What `build` deploys. Without Ray."""
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ SETTINGS = {"model": "somewhere", "device": "cpu", "tensor_parallel_size": "2", 
 
 
 def test_an_ingress_over_a_driver_that_has_a_bundle_a_rank() -> None:
-    ingress = build(SETTINGS)._bound_deployment
+    ingress: Any = build(SETTINGS)._bound_deployment
     driver = ingress.init_args[1]._bound_deployment
 
     assert (ingress.name, driver.name) == (INGRESS, DRIVER)

@@ -9,9 +9,10 @@ from torch import Tensor
 from model_shards.spec import ModelSpec
 from model_shards.weights.metadata import read_spec
 from tests.fakes.reference import reference_model
-from tests.model_shards.families.test_decoder import reference_logits, sharded_logits
+from tests.model_shards.families.logits import reference_logits, sharded_logits
 
-pytestmark = pytest.mark.smollm2
+# Reading the model twice takes most of it, on a busy machine minutes.
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
 
 TOKENS = torch.tensor(
     [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407]

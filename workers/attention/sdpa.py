@@ -1,12 +1,12 @@
 """Paged attention on CPU that gives a token the same bits in any batch and for any chunking of its prompt.
 
 The keys of a sequence are cut into *chunks* of 256, counted from its first token. Attention over one chunk is
-one call of torch's fused CPU kernel with a fixed number of keys, masked beyond the sequence's end, and chunks
-are joined in order by their log-sum-exps (the rule of flash decoding). The query heads of a KV group are folded
-into the rows of one matrix and the rows padded to a multiple of four: below four rows the matrix products under
-the kernel choose another order of summation. So a row's result depends on its query, its keys and its position
-only. It is computed in float32 whatever the cache holds, because 16-bit kernels choose their order by the
-number of rows.
+one call of a kernel (workers.attention.chunk) with a fixed number of keys, masked beyond the sequence's end, and
+chunks are joined in order by their log-sum-exps (the rule of flash decoding). The query heads of a KV group are
+folded into the rows of one matrix and the rows padded to a multiple of four: below four rows the matrix products
+under the kernel choose another order of summation. So a row's result depends on its query, its keys and its
+position only. It is computed in float32 whatever the cache holds, because 16-bit kernels choose their order by
+the number of rows.
 
 Decodes share calls: those whose contexts reach a chunk, a few at a time, so that what was gathered from the
 cache is read while it is still near the core.
@@ -25,13 +25,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.attention.chunk import ROW_MULTIPLE, chunk_kernel
 from workers.attention.metadata import AttentionMetadata, QueryRange
 from workers.kv_cache import KvCache
 
 CHUNK_TOKENS = (
     256  # keys a kernel call sees; block sizes that do not divide it get the multiple below, or one block
 )
-_ROW_MULTIPLE = 4
 _GATHER_BYTES = 2 * 2**20  # keys and values gathered for one call over decodes: about what a core's caches hold
 
 
@@ -85,6 +85,7 @@ class PagedAttention:
         self.chunk_tokens = self.blocks_per_chunk * cache.block_size
         call_bytes = 2 * cache.num_heads * self.chunk_tokens * cache.head_dim * 4
         self.decodes_per_call = max(1, _GATHER_BYTES // call_bytes)
+        self.kernel = chunk_kernel(self.group_size, self.chunk_tokens, cache.head_dim)
         self._gathered = torch.empty(
             (
                 self.decodes_per_call * 2 * cache.num_heads * self.blocks_per_chunk,
@@ -179,7 +180,7 @@ class PagedAttention:
     def _by_row(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One value a token -> one a folded row, the last repeated until their number is a multiple of four."""
         rows = tokens.repeat(self.group_size)
-        return np.pad(rows, (0, -len(rows) % _ROW_MULTIPLE), mode="edge")
+        return np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
 
 
 def _begin_of_window(contexts: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
@@ -223,7 +224,7 @@ class StepAttention:
     def _attend_decodes(self, layer: int, calls: Sequence[_DecodeCall], query: Tensor, out: Tensor) -> None:
         heads, group_size = self._cache.num_heads, self._attention.group_size
         folded = query.float().view(-1, heads, group_size, self._cache.head_dim)
-        padding = -group_size % _ROW_MULTIPLE
+        padding = -group_size % ROW_MULTIPLE
         if padding:
             folded = torch.nn.functional.pad(folded, (0, 0, 0, padding))
         several_chunks = calls[0].chunk < calls[-1].chunk
@@ -243,13 +244,13 @@ class StepAttention:
         heads, group_size, head_dim = self._cache.num_heads, self._attention.group_size, self._cache.head_dim
         num_rows = prompt.query.count * group_size
         # One more multiple of padding than needed here: a later chunk starts at any row and is padded from there.
-        folded = query.new_zeros((1, heads, num_rows + 2 * _ROW_MULTIPLE, head_dim), dtype=torch.float32)
+        folded = query.new_zeros((1, heads, num_rows + 2 * ROW_MULTIPLE, head_dim), dtype=torch.float32)
         by_head = folded[0, :, :num_rows].view(heads, -1, group_size, head_dim)
         by_head.copy_(query.view(-1, heads, group_size, head_dim).transpose(0, 1))
         total = _Joined(folded.shape) if len(prompt.calls) > 1 else None
         for call in prompt.calls:
             first, stop = call.first_token * group_size, call.stop_token * group_size
-            padded_stop = stop + -(stop - first) % _ROW_MULTIPLE
+            padded_stop = stop + -(stop - first) % ROW_MULTIPLE
             result, weight = self._kernel(layer, folded[:, :, first:padded_stop], call.rows, call.mask)
             if total is not None:
                 rows = slice(first, stop)  # the padding may be rows that this chunk is not for
@@ -262,10 +263,7 @@ class StepAttention:
     def _kernel(self, layer: int, query: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over one chunk, and the log-sum-exp of its scores: its weight among the chunks."""
         keys, values = self._attention.read(layer, rows)
-        result, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=self._scale
-        )
-        return result, weight
+        return self._attention.kernel(query, keys, values, mask, self._scale)
 
 
 class _Joined:

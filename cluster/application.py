@@ -23,7 +23,8 @@ from cluster.config import ClusterConfig
 from cluster.driver.connection import DriverConnection
 from cluster.driver.driver import Driver, GroupStarter
 from cluster.driver.handle import ServeDriverHandle
-from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers, resolve_device
+from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers
+from cluster.driver.resolution import resolve_device
 from cluster.errors import StartupFailed, Unavailable
 from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
 from cluster.ingress.app import build_app

@@ -22,13 +22,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 
-def default_device() -> Device:
-    """`cuda` where torch sees a GPU, else `cpu`."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def default_dtype(device: Device, *, proc: Path = _PROC) -> Dtype:
     """bfloat16 where the hardware multiplies it, float32 on CPUs that would emulate it (several times slower)."""
     if device == "cuda":

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
 from cluster.driver.driver import StartedGroup
-from cluster.driver.resolution import ModelFiles, fit, worker_config
+from cluster.driver.resolution import ModelFiles, fit, resolve_device, worker_config
 from cluster.driver.sizing import RankMemory
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.errors import InvalidConfig, StartupFailed
 from model_shards.errors import ModelError
-from workers.device import default_device, free_memory, set_threads, threads_per_rank, torch_dtype
+from workers.device import free_memory, set_threads, threads_per_rank, torch_dtype
 from workers.errors import WorkerError
 from workers.protocol import StepPlan, StepResult
 
@@ -78,7 +78,7 @@ def _start(config: ClusterConfig) -> StartedGroup:
     from workers.kv_cache import bytes_per_block
     from workers.runner import Runner
 
-    device = default_device() if config.device == "auto" else config.device
+    device = resolve_device(config.device)
     files = ModelFiles.of(config.model)
     worker = worker_config(config, files, device, threads_per_rank(1))
     if device == "cpu":

@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import InvalidConfig, StartupFailed
+from cluster.errors import StartupFailed
 from workers.config import Device
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,6 @@ class NodeOffer:
     name: str
     total: Mapping[str, float]
     free: Mapping[str, float]
-
-
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
-    """ "auto" is cuda when the cluster has a GPU anywhere. Raises `InvalidConfig` when nobody can tell."""
-    if device != "auto":
-        return device
-    if not ray.is_initialized():
-        raise InvalidConfig('device "auto" needs a connection to Ray to see its GPUs: connect first, or name one')
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
 def bundles_for(size: int, device: Device) -> list[Bundle]:

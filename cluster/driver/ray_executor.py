@@ -16,9 +16,9 @@ from cluster.config import ClusterConfig
 from cluster.driver.death_watch import DeathWatch
 from cluster.driver.driver import StartedGroup
 from cluster.driver.patience import Patience
-from cluster.driver.placement import Placement, bundles_for, resolve_device
+from cluster.driver.placement import Placement, bundles_for
 from cluster.driver.ranks import Rank, Ranks
-from cluster.driver.resolution import ModelFiles, fit, worker_config
+from cluster.driver.resolution import ModelFiles, fit, resolve_device, worker_config
 from cluster.driver.seating import config_by_seat
 from cluster.driver.sizing import RankMemory
 from cluster.engine.executor import Capacity, ExecutorFailed

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cluster.config import ClusterConfig
 from cluster.driver.sizing import RankMemory, pool_size, sequence_limit
@@ -34,6 +35,13 @@ class ModelFiles:
         """Fetches the model if need be. Raises `model_shards.errors.ModelError`."""
         path = resolve_model(name, on_progress=logger.info)
         return cls(path, read_spec(path))
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
+    """Where ranks compute. Raises `InvalidConfig` for cuda, which attention does not know yet."""
+    if device == "cuda":
+        raise InvalidConfig("device: cuda cannot be used yet, there is no attention for GPUs; use cpu")
+    return "cpu"
 
 
 def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_threads: int) -> WorkerConfig:

@@ -1,9 +1,6 @@
 """Bundles, the order of ranks over nodes, and what is said when there is no place. Without Ray."""
 
-import pytest
-
-from cluster.driver.placement import NodeOffer, bundles_for, describe_demand, order_seats, resolve_device
-from cluster.errors import InvalidConfig
+from cluster.driver.placement import NodeOffer, bundles_for, describe_demand, order_seats
 
 
 def test_one_bundle_a_rank_with_a_gpu_on_cuda() -> None:
@@ -45,13 +42,3 @@ def test_demand_is_shown_against_what_each_node_offers() -> None:
 
 def test_a_cluster_without_nodes_is_said() -> None:
     assert describe_demand([{"CPU": 1}], []) == "1 bundles of 1 CPU wanted; the cluster has no live node"
-
-
-def test_a_named_device_needs_no_cluster() -> None:
-    assert resolve_device("cpu") == "cpu"
-    assert resolve_device("cuda") == "cuda"
-
-
-def test_auto_without_a_cluster_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="needs a connection to Ray"):
-        resolve_device("auto")

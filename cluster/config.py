@@ -4,6 +4,7 @@ Knows settings; knows nothing of Ray, torch or how a setting is carried out.
 """
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -11,16 +12,26 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from cluster.errors import InvalidConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_BYTES_END = 2**63
+_SHOWN_CHARACTERS = 60  # of a wrong value, in the message about it
 
 
 def parse_bytes(value: Any) -> Any:
     """`2GiB` -> 2147483648; integers and None pass. Raises ValueError for anything that is not a size."""
-    if value is None or isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", str(value), re.IGNORECASE)
+    if value is None:
+        return None
+    size = value if isinstance(value, int) else _size(str(value))
+    if size >= _BYTES_END:
+        raise ValueError(f"a size in bytes must be below {_BYTES_END}")
+    return size
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"not a size in bytes: {value!r} (examples: 2GiB, 512MiB, 1000000)")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+        raise ValueError(f"not a size in bytes: {shown!r} (examples: 2GiB, 512MiB, 1000000)")
+    return int(min(Decimal(match[1]), _BYTES_END) * _UNITS[(match[2] or "").lower()])  # exact, unlike a float
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]

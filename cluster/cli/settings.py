@@ -54,7 +54,7 @@ def _read(file: Path) -> Settings:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfig(f"--config {file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or a number of 5000 digits
         raise InvalidConfig(f"--config {file}: not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -75,7 +75,10 @@ def _line(mistake: Any, chosen: Mapping[str, Any], file: Path | None) -> str:
     if mistake["type"] == "extra_forbidden":
         return f"{file}: there is no setting {name!r}"
     where = option_name(name) if name in chosen else f"{file}: {name}"
-    return f"{where}: {reason[0].lower()}{reason[1:]}, not {mistake['input']!r}"
+    what = f"{where}: {reason[0].lower()}{reason[1:]}"
+    if mistake["type"] == "value_error":  # our own text, which shows the value itself
+        return what
+    return f"{what}, not {mistake['input']!r}"
 
 
 def option_name(setting: str) -> str:

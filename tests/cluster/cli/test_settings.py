@@ -64,6 +64,8 @@ def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
         ({"model": "m"}, "proxy: nginx", "settings.yaml: proxy: input should be 'auto', 'serve' or 'haproxy'"),
         ({"model": "m"}, "- a list", "settings by name are wanted"),
         ({"model": "m"}, "a: [1", "not YAML"),
+        ({"model": "m"}, f"kv_cache_memory: {'9' * 5000}", "not YAML"),
+        ({"model": "m", "kv_cache_memory": "9" * 400}, None, "--kv-cache-memory: a size in bytes must be below"),
         (
             {"model": "m", "max_num_seqs": 600},
             None,
@@ -79,6 +81,12 @@ def test_mistakes_are_named_where_they_were_made(
         serve_settings(given, file)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_wrong_value_is_shown_once() -> None:
+    with pytest.raises(InvalidConfig) as refusal:
+        serve_settings({"model": "m", "kv_cache_memory": "5XB"}, None)
+    assert str(refusal.value).count("5XB") == 1
 
 
 def test_every_mistake_has_its_line() -> None:

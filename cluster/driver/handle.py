@@ -6,12 +6,22 @@ Knows which call is streamed and which errors mean "gone"; knows nothing of engi
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.serve.exceptions import RayServeException
 
 from cluster.driver.status import DriverStatus, ServedModel
 from cluster.errors import GenerationFailed, ShardserveError, Unavailable
 from cluster.generation import GenerationRequest
+
+# Where a call was, or its answer, is no longer there: another try may find a successor.
+_GONE = (RayActorError, RayServeException, WorkerCrashedError, NodeDiedError, ObjectLostError)
 
 
 class DriverHandle(Protocol):
@@ -72,10 +82,10 @@ def as_ours(error: Exception) -> ShardserveError:
         cause = error.cause
         if isinstance(cause, ShardserveError):
             return cause
-        if isinstance(cause, RayActorError):
+        if isinstance(cause, _GONE):
             return as_ours(cause)
         return GenerationFailed(f"{type(cause).__name__}: {cause}")
-    if isinstance(error, RayActorError | RayServeException):
+    if isinstance(error, _GONE):
         return Unavailable(f"the replica is gone or going: {_first_line(error)}", retry_after_s=5.0)
     return GenerationFailed(f"{type(error).__name__}: {_first_line(error)}")
 

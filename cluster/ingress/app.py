@@ -28,6 +28,7 @@ from cluster.text.completer import Completer
 _log = logging.getLogger(__name__)
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
+_READ = ["GET", "HEAD"]  # the HTTP server leaves the body of an answer to HEAD out
 
 
 def build_app(
@@ -44,16 +45,23 @@ def build_app(
     `unavailable_because` says why no token can be made at the moment, None when one can; it must not block.
     """
     endpoints = _Endpoints(completer, model_name, unavailable_because, version, limits or Limits(), clock)
-    app = FastAPI(title="shardserve", version=version, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="shardserve",
+        version=version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a redirected POST has an empty answer, which clients take for ours
+    )
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
-    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/v1/models", endpoints.models, methods=_READ)
+    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=_READ)
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
-    app.add_api_route("/health", endpoints.health, methods=["GET"])
-    app.add_api_route("/live", endpoints.live, methods=["GET"])
-    app.add_api_route("/version", endpoints.version, methods=["GET"])
+    app.add_api_route("/health", endpoints.health, methods=_READ)
+    app.add_api_route("/live", endpoints.live, methods=_READ)
+    app.add_api_route("/version", endpoints.version, methods=_READ)
     app.add_exception_handler(ShardserveError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_middleware(_LastResort)
@@ -118,6 +126,8 @@ class _Endpoints:
         return JSONResponse({"object": "list", "data": [self._model_object()]})
 
     async def model(self, name: str) -> Response:
+        if not name:
+            raise HTTPException(404)
         self._check_model(name)
         return JSONResponse(self._model_object())
 

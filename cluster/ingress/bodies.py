@@ -4,6 +4,7 @@ A parameter that we do not carry out is refused by its name, unless its value sa
 send as a matter of course. Knows JSON and parameters; knows nothing of tokens or streams.
 """
 
+from codecs import BOM_UTF8
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -270,7 +271,7 @@ BodyType = TypeVar("BodyType", bound=_Body)
 def parse(kind: type[BodyType], body: bytes) -> BodyType:
     """Raises `InvalidRequest` that names the parameter and what is wrong with it."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body.removeprefix(BOM_UTF8))  # which some editors put before JSON
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from None
 

@@ -49,8 +49,11 @@ def prompts(value: Any) -> Prompts:
         raise ValueError("must not be an empty list")
     if _are_ids(value):
         return (tuple(value),)
+    of_ids = _are_ids(value[:1])
     for position, item in enumerate(value):
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+        if of_ids and not _are_ids([item]):
+            raise ValueError(f"has {shown(item)} at position {position}, which is no token id as those before it")
+        if not of_ids and not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
             raise ValueError(f"has {shown(item)} at position {position}, which is neither text nor token ids")
     return tuple(item if isinstance(item, str) else tuple(item) for item in value)
 
@@ -96,7 +99,7 @@ def content(value: Any) -> Any:
 def shown(value: Any) -> str:
     """`value` as JSON would spell it, shortened: a wrong value may be megabytes long."""
     if isinstance(value, list | dict):
-        value = f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        value = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
         return str(value)
     names = {None: "null", True: "true", False: "false"} if value is None or isinstance(value, bool) else {}
     text = names.get(value) or repr(value)

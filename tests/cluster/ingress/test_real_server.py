@@ -57,3 +57,15 @@ async def test_a_client_that_gives_up_on_a_whole_answer_aborts() -> None:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(COMPLETIONS, json=completion(max_tokens=100), timeout=0.3)
         await until(source, aborted=1)
+
+
+async def test_head_answers_as_get_does_without_a_body() -> None:
+    reason: str | None = "rank 1 of 2 is being restarted"
+    async with serving(app_over(ScriptedSource(), unavailable_because=lambda: reason)) as client:
+        for sick in (True, False):
+            for path in ("/health", "/live", "/version", "/v1/models"):
+                head, get = await client.head(path), await client.get(path)
+                assert head.status_code == get.status_code == (503 if sick and path == "/health" else 200)
+                assert (head.content, head.headers["content-length"]) == (b"", str(len(get.content)))
+                assert head.headers.get("retry-after") == get.headers.get("retry-after")
+            reason = None

@@ -221,6 +221,10 @@ async def test_stream_options_need_a_stream() -> None:
         (b"{", "not valid JSON"),
         (b"[1]", "must be an object"),
         (b"null", "must be an object"),
+        (b'{"model": {}, "prompt": "a"}', "not an object of 0"),
+        (b'{"model": "tiny", "prompt": [1, "a"]}', "'a' at position 1"),
+        (b'{"model": "tiny", "prompt": [1, 2, [3]]}', "a list of 1 at position 2"),
+        (b'{"model": "tiny", "prompt": ["a", 2]}', "2 at position 1"),
         (b'{"model": "\xff"}', "not valid JSON"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "finite"),
@@ -238,6 +242,14 @@ async def test_bodies_that_are_no_requests(body: bytes, part: str) -> None:
     assert answer.status_code == 400
     assert part in answer.json()["error"]["message"]
     assert len(answer.content) < 500, "a wrong value is not sent back whole"
+
+
+async def test_a_byte_order_mark_is_left_out() -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(completion()).encode()
+    answer = await http(app_over(ScriptedSource())).post(
+        COMPLETIONS, content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 200
 
 
 async def test_content_type_and_size() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.ingress.served import CHAT, CONTEXT, MODEL, app_over, chat, http
+from tests.cluster.ingress.served import CHAT, COMPLETIONS, CONTEXT, MODEL, app_over, chat, http
 from tests.fakes.byte_tokenizer import BOS_ID
 from tests.fakes.scripted_source import ScriptedSource
 
@@ -33,6 +33,10 @@ async def test_version_and_models() -> None:
     [
         ("GET", "/", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", f"{CHAT}/", 404, "not_found"),
+        ("POST", f"{COMPLETIONS}/", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "not_found"),
+        ("GET", "/health/", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
     ],

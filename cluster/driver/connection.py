@@ -10,12 +10,13 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, assert_never
 
 from cluster.driver.delta_codec import Closed, Deltas, Hello, decode
 from cluster.driver.handle import DriverHandle
+from cluster.driver.silence import Silence
 from cluster.driver.status import DriverStatus
 from cluster.driver.subscriptions import HEARTBEAT_S, LEASE_S, merge
 from cluster.errors import ShardserveError, Unavailable
@@ -27,6 +28,7 @@ SUBMIT_DEADLINE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
 _DRAIN_POLL_S = 0.05
+_LOOKS_PER_HEARTBEAT = 4
 
 
 class _Inbox:
@@ -75,8 +77,10 @@ class _Inbox:
 class DriverConnection:
     """A `TokenSource` across the cluster. Start it on the loop that will use it; close it when done."""
 
-    def __init__(self, driver: DriverHandle) -> None:
+    def __init__(self, driver: DriverHandle, clock: Callable[[], float] = time.monotonic) -> None:
         self._driver = driver
+        self._look_s = HEARTBEAT_S / _LOOKS_PER_HEARTBEAT
+        self._silence = Silence(clock, limit_s=LEASE_S, look_s=self._look_s)
         self._subscriber_id = uuid.uuid4().hex
         self._lease_id: str | None = None  # None: no driver at the moment
         self._inboxes: dict[str, _Inbox] = {}
@@ -101,7 +105,8 @@ class DriverConnection:
         return self._status
 
     def start(self) -> None:
-        self._loops = [asyncio.create_task(self._keep_subscribed()), asyncio.create_task(self._keep_lease())]
+        loops = (self._keep_subscribed(), self._keep_lease(), self._watch_silence())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Raises `Unavailable` when there is no driver by the deadline."""
@@ -193,6 +198,7 @@ class DriverConnection:
     async def _read(self) -> None:
         """One stream, from its Hello to its end."""
         async for data in self._driver.subscribe(self._subscriber_id):
+            self._silence.end()  # whoever sends is alive, though a heartbeat be late
             match decode(data):
                 case Hello(lease_id):
                     self._connect(lease_id)
@@ -208,19 +214,23 @@ class DriverConnection:
                     assert_never(other)
 
     async def _keep_lease(self) -> None:
-        last_renewed = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             if self._lease_id is None:
-                last_renewed = time.monotonic()
                 continue
             with suppress(ShardserveError, TimeoutError):
                 async with asyncio.timeout(LEASE_S):
                     status = await self._driver.heartbeat(self._subscriber_id)
                 self._status = status
                 if status.lease:
-                    last_renewed = time.monotonic()
-            if time.monotonic() - last_renewed > LEASE_S:
+                    self._silence.end()
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            if self._lease_id is None:
+                self._silence.end()
+            elif self._silence.too_long():
                 self._disconnect(f"the driver has not renewed our lease for {LEASE_S:g} s")
                 self._lease_lost.set()
 

@@ -41,6 +41,7 @@ class Subscriptions:
         self._abort = abort
         self._clock = clock
         self._lease_s = lease_s
+        self._looked_at = clock()
         self._outboxes: dict[str, _Outbox] = {}
         self._owners: dict[str, str] = {}  # request id -> subscriber id
         self._closed: Closed | None = None
@@ -118,8 +119,17 @@ class Subscriptions:
                 self._close_choice(outbox, delta.request_id, delta.choice)
 
     def expire(self) -> list[str]:
-        """Abort the requests of subscribers whose lease ran out; their ids."""
+        """Abort the requests of subscribers whose lease ran out; their ids. Call it several times a heartbeat.
+
+        A longer gap is a stall of this process. Renewals that came meanwhile are still to be read, so that the
+        time does not count against any lease.
+        """
         now = self._clock()
+        gap = now - self._looked_at
+        self._looked_at = now
+        if gap > HEARTBEAT_S:
+            for outbox in self._outboxes.values():
+                outbox.expires_at += gap
         gone = [name for name, outbox in self._outboxes.items() if outbox.expires_at < now]
         for name in gone:
             outbox = self._outboxes.pop(name)

@@ -1,6 +1,7 @@
 """An ingress's connection against a real driver and engine over a scripted worker group."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 
@@ -23,7 +24,8 @@ class Switchboard:
     def __init__(self, driver: Driver) -> None:
         self.driver: Driver | None = driver
         self.lost = asyncio.Event()
-        self.deaf = False
+        self.deaf = False  # heartbeats get no answer
+        self.mute = False  # messages do not arrive
         self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
         self.aborts: list[tuple[str, int | None]] = []
         self.contexts: dict[str, str | None] = {}
@@ -46,9 +48,11 @@ class Switchboard:
                 message.cancel()
                 raise Unavailable("the replica is gone")
             try:
-                yield message.result()
+                data = message.result()
             except StopAsyncIteration:
                 return
+            if not self.mute:
+                yield data
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         self.contexts["submit"] = SERVE_REQUEST.get()
@@ -85,9 +89,10 @@ async def connect() -> AsyncIterator[Connect]:
 
     async def connect(**options: object) -> tuple[DriverConnection, Switchboard]:
         settings = options.pop("settings", {})
+        clock = options.pop("clock", time.monotonic)
         driver = await rig.start(scripted(**options), **settings)  # type: ignore[arg-type]
         switchboard = Switchboard(driver)
-        connection = DriverConnection(switchboard)
+        connection = DriverConnection(switchboard, clock)  # type: ignore[arg-type]
         connection.start()
         await connection.wait_connected(5)
         opened.append((connection, driver))
@@ -287,22 +292,52 @@ async def test_an_expired_lease_fails_what_was_open(connect: Connect) -> None:
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
 
 
-async def test_a_driver_that_does_not_answer_heartbeats_fails_what_is_open(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def quick_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(connection_module, "LEASE_S", 0.05)
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Connect) -> None:
     connection, switchboard = await connect(step_time_s=0.002)
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
 
-    switchboard.deaf = True
+    switchboard.deaf = switchboard.mute = True
 
     with pytest.raises(Unavailable, match="has not renewed our lease"):
         await tokens(stream)
-    switchboard.deaf = False
+    switchboard.deaf = switchboard.mute = False
     await connection.wait_connected(10)
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_driver_that_sends_tokens_is_alive_without_heartbeats(connect: Connect) -> None:
+    connection, switchboard = await connect(step_time_s=0.002)
+    stream = connection.stream(count_from(1, 200))
+    await anext(stream)
+
+    switchboard.deaf = True
+
+    assert (await tokens(stream))[-1] == 201
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_stall_of_our_own_fails_nothing(connect: Connect) -> None:
+    now = [0.0]
+    connection, switchboard = await connect(step_time_s=0.002, clock=lambda: now[0])
+    stream = connection.stream(count_from(1, 200))
+    await anext(stream)
+    switchboard.mute = True  # nothing but the heartbeat can end the silence
+
+    for _ in range(5):
+        now[0] += 3600.0
+        await asyncio.sleep(0.02)
+
+    assert connection.unavailable_because is None
+    await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_nothing_is_taken_after_close(connect: Connect) -> None:

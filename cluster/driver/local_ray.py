@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.launch import ray_node
+from cluster.launch import ray_auth, ray_node
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
 
 _GRACE_S = 5.0  # for Ray's daemons to end by themselves
@@ -16,20 +16,36 @@ _GRACE_S = 5.0  # for Ray's daemons to end by themselves
 @contextmanager
 def ensure_ray(ranks: int) -> Iterator[None]:
     """A connection to Ray with room for `ranks`. Raises `StartupFailed`."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
     reclaim_abandoned()
     folder = RunFolder.take()
     try:
-        # Read when Ray is imported: an import before this one leaves Ray's own defaults in force.
-        os.environ.update(ray_node.ray_environment(folder.path, "serve", os.environ, stats_port=0, metrics_port=0))
-        import ray
-
-        if ray.is_initialized():
-            yield
-            return
-        ray_node.start_ray(folder.path, ranks=ranks)
-        try:
-            yield
-        finally:
-            ray_node.stop_ray()
+        settings = ray_node.ray_environment(folder.path, "serve", os.environ, stats_port=0, metrics_port=0)
+        with _environment(settings):
+            try:
+                ray_node.start_ray(folder.path, ranks=ranks)
+                yield
+            finally:
+                ray_node.stop_ray()
     finally:
         folder.close(grace_s=_GRACE_S)
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """`settings` within the block; afterwards what a later Ray of this script finds is as it was."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        ray_auth.follow_environment()

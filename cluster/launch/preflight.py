@@ -83,10 +83,11 @@ def running_ray(environment: Mapping[str, str], ray_folder: Path = _RAY_FOLDER) 
         address = (ray_folder / "ray_current_cluster").read_text().strip()
     except OSError:
         return None
-    return f"{address} (started by `ray start`)" if _answers(address) else None
+    return f"{address} (started by `ray start`)" if answers(address) else None
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether something listens at `HOST:PORT`. Ray itself tries for a minute and more, or aborts the process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return False

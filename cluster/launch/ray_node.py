@@ -7,13 +7,19 @@ environment has to be set before.
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.errors import StartupFailed
+from cluster.launch import ray_auth
+from cluster.launch.preflight import answers
+from cluster.launch.processes import end_processes
 
 Proxy = Literal["serve", "haproxy"]
+
+_log = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 150 * 2**20  # tokens do not pass through the object store: Serve's own few objects do
 _TOKEN_FILE = "ray_auth_token"
@@ -29,8 +35,7 @@ def ray_environment(
     to itself Ray would write a token into the user's home, and later clusters would start in another way.
     """
     settings = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(folder / _TOKEN_FILE),
+        **ray_auth.token_settings(token_file(folder)),
         "RAY_USAGE_STATS_ENABLED": current.get("RAY_USAGE_STATS_ENABLED", "0"),
         "RAY_worker_niceness": current.get("RAY_worker_niceness", "0"),  # Ray's 15 starves ranks on a busy machine
         "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what daemons say belongs into the log files, not between our lines
@@ -63,26 +68,51 @@ def _haproxy_environment(folder: Path, stats_port: int, metrics_port: int) -> di
 
 
 def start_ray(folder: Path, *, ranks: int) -> str:
-    """Start a Ray of our own with its session in `folder`; gives its address. Raises `StartupFailed`."""
-    token_file = folder / _TOKEN_FILE
-    token_file.touch(mode=0o600)
-    token_file.write_text(secrets.token_hex(32), encoding="ascii")
+    """Start a Ray of our own with its session in `folder`; gives its address. Raises `StartupFailed`.
+
+    Tried twice: Ray gives each daemon a fixed 30 s to come up, which a machine that is busy just then exceeds.
+    """
+    token = token_file(folder)
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    ray_auth.follow_environment()
+    try:
+        return _start_once(folder, ranks)
+    except Exception as error:  # Ray raises bare `Exception` here
+        _log.warning("Ray does not start (%s); trying once more", telling_line(error))
+        _clear_failed_start(folder)
+        try:
+            return _start_once(folder, ranks)
+        except Exception as second:
+            raise StartupFailed(f"Ray does not start: {telling_line(second)}") from second
+
+
+def _start_once(folder: Path, ranks: int) -> str:
     import ray
 
-    try:
-        context: Any = ray.init(
-            address="local",
-            # A rank is one CPU to Ray; more ranks than cores is slow but must be placeable.
-            num_cpus=max(os.cpu_count() or 1, ranks),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=str(folder / _RAY_FOLDER),
-        )
-    except Exception as error:  # Ray raises bare `Exception` here, as when a daemon is not up within its 30 s
-        raise StartupFailed(f"Ray does not start: {_first_line(error)}") from error
+    context: Any = ray.init(
+        address="local",
+        # A rank is one CPU to Ray; more ranks than cores is slow but must be placeable.
+        num_cpus=max(os.cpu_count() or 1, ranks),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        _temp_dir=str(folder / _RAY_FOLDER),
+    )
     return str(context.address_info["gcs_address"])
+
+
+def _clear_failed_start(folder: Path) -> None:
+    stop_ray()
+    session = folder / _RAY_FOLDER
+    end_processes(session, grace_s=0)
+    shutil.rmtree(session, ignore_errors=True)
+
+
+def token_file(folder: Path) -> Path:
+    """The token of a Ray that is started in `folder`."""
+    return folder / _TOKEN_FILE
 
 
 def logs_in(folder: Path) -> Path:
@@ -99,12 +129,14 @@ def connect_ray(address: str, proxy: Proxy | None) -> str:
         )
     if "://" in address:
         raise StartupFailed(f"{address}: Ray Client cannot carry streams; run on a node of the cluster instead")
+    if ":" in address and not answers(address):
+        raise StartupFailed(f"nothing answers at {address!r}: is that the address of a Ray cluster that runs?")
     import ray
 
     try:
         context: Any = ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (RuntimeError, OSError, ValueError, ray.exceptions.RayError) as error:
-        raise StartupFailed(f"cannot connect to the Ray cluster at {address!r}: {_first_line(error)}") from error
+        raise StartupFailed(f"cannot connect to the Ray cluster at {address!r}: {telling_line(error)}") from error
     return str(context.address_info["gcs_address"])
 
 
@@ -115,6 +147,8 @@ def stop_ray() -> None:
     ray.shutdown()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def telling_line(error: BaseException) -> str:
+    """The first line of `error` that says something: Ray heads an empty list of error lines with its length."""
+    lines = [line.strip(" .") for line in str(error).splitlines() if line.strip(" .")]
+    telling = [line for line in lines if not line.endswith(":")]
+    return (telling or lines or [type(error).__name__])[0]

@@ -1,11 +1,12 @@
 """Ray's environment: authentication and HAProxy's files inside the run folder, whatever was set before."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from cluster.errors import StartupFailed
-from cluster.launch.ray_node import connect_ray, ray_environment
+from cluster.launch.ray_node import connect_ray, ray_environment, telling_line
 
 _FOLDER = Path("/tmp/shardserve-run-00000000")
 
@@ -53,3 +54,24 @@ def test_a_running_clusters_proxy_cannot_be_chosen() -> None:
 def test_ray_client_is_refused() -> None:
     with pytest.raises(StartupFailed, match="Ray Client cannot carry streams"):
         connect_ray("ray://host:10001", None)
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(StartupFailed, match=f"nothing answers at '{address}'"):
+        connect_ray(address, None)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Failed to start GCS.  Last 0 lines of error files:\n\n.Please check x for details", ".Please check x"),
+        ("Failed to start GCS.  Last 1 lines of error files:\nE no port\n.Please check x", "E no port"),
+        ("one line", "one line"),
+        ("only a heading:", "only a heading:"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_line_that_says_something_is_shown(message: str, line: str) -> None:
+    assert telling_line(RuntimeError(message)).startswith(line.lstrip("."))

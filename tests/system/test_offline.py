@@ -1,0 +1,60 @@
+"""Several ranks without a server, as a user runs them: in a script and from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.checkpoints import write_counter_model
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+_DEADLINE_S = 180
+_SCRIPT = """
+import os, sys
+import ray  # before anything of ours: Ray has read its environment by then
+from shardserve import LLM, SamplingParams
+def ours():
+    return {name: value for name, value in os.environ.items() if name.startswith(("RAY_AUTH", "RAY_SERVE"))}
+before = ours()
+with LLM(sys.argv[1], tp=2, device="cpu", dtype="float32", kv_cache_memory="16MiB") as llm:
+    print(llm.generate("a", SamplingParams(max_tokens=3, temperature=0))[0].choices[0].text)
+assert ours() == before
+"""
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_counter_model(tmp_path_factory.mktemp("counter")))
+
+
+def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        env={**os.environ, "RAY_ADDRESS": ""},
+        check=False,
+    )
+
+
+def test_a_script_may_import_ray_first_and_finds_its_environment_again(counter: str) -> None:
+    ended = _python("-c", _SCRIPT, counter)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("bcd\n")
+
+
+def test_a_batch_file_is_answered_by_two_ranks(counter: str, tmp_path: Path) -> None:
+    body = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in").write_text(json.dumps(request) + "\n")
+    files = ("--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"))
+    settings = ("--tp", "2", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "16MiB")
+    ended = _python("-m", "cluster.cli", "generate", counter, *settings, "--served-model-name", "counter", *files)
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads((tmp_path / "out").read_text())
+    assert answer["response"]["body"]["choices"][0]["text"] == "bcd"

@@ -12,7 +12,7 @@ from cluster.generation import TokenLogprob
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0  # what OpenAI has in place of minus infinity, which JSON lacks
+_LOWEST = -9999.0  # what OpenAI has in place of minus infinity, which JSON lacks; of NaN, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,4 +104,4 @@ def _name(data: bytes, mark: str = "") -> str:
 
 
 def _number(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return logprob if logprob > _LOWEST else _LOWEST  # not `max`, which would keep NaN

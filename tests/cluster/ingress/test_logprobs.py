@@ -1,5 +1,6 @@
 """Log-probabilities and echo over HTTP: OpenAI's shapes, read by the official client, streamed as whole."""
 
+import re
 from typing import Any
 
 import openai
@@ -20,6 +21,7 @@ from tests.cluster.ingress.served import (
     http,
     openai_client,
 )
+from tests.fakes import scripted_source
 from tests.fakes.byte_tokenizer import BOS_ID, EOS_ID, ByteTokenizer
 from tests.fakes.scripted_source import ScriptedSource, logprob_of, says
 
@@ -171,6 +173,27 @@ def test_special_tokens_are_named_and_minus_infinity_is_a_number() -> None:
     scored = TokenLogprob(97, -1.0, ((EOS_ID, -0.5), (97, -1.0), (98, float("-inf"))))
     rendered = completion_logprobs([ScoredToken(97, 0, scored)], ByteTokenizer())
     assert rendered["top_logprobs"] == [{"<eos>": -0.5, "a": -1.0, "b": -9999.0}]
+
+
+@pytest.mark.parametrize("number", [float("-inf"), float("nan"), -1e30])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(logprobs=True, top_logprobs=1, max_tokens=2)),
+        (COMPLETIONS, completion("abc", logprobs=1, echo=True, max_tokens=2)),
+    ],
+)
+async def test_what_json_lacks_is_a_number_in_every_answer(
+    path: str, body: dict[str, Any], stream: bool, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a model that masks its own logits, to which a prompt may have shown a token all the same."""
+    masked = TokenLogprob(97, number, ((97, number),))
+    monkeypatch.setattr(scripted_source, "logprob_of", lambda token_id, num_top: masked)
+    answer = await http(app_over(ScriptedSource())).post(path, json=body | {"stream": stream})
+    assert answer.status_code == 200
+    assert not re.search(r"NaN|Infinity", answer.text)
+    assert "-9999.0" in answer.text
 
 
 def test_two_tokens_of_one_name_keep_the_likelier_number() -> None:

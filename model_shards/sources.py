@@ -36,7 +36,8 @@ def resolve_model(name: str, *, on_progress: Report | None = None) -> Path:
     except (OSError, RuntimeError) as error:  # expanduser: no such user
         raise ModelSourceError(f"cannot read {name[:200]}: {error}") from error
     if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf"):
-        raise ModelSourceError(f"no such file or folder: {path} (looked for {path.absolute()})")
+        looked_for = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+        raise ModelSourceError(f"no such file or folder: {path}{looked_for}")
     if hub_id := _HUB_ID.fullmatch(name):
         return _hub_model(hub_id["repository"], hub_id["revision"], report)
     raise ModelSourceError(

@@ -188,9 +188,10 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     ranks = Ranks(placement, config_by_seat(config, worker, placement.seats))
     taken.callback(ranks.end)
     ranks.identify(patience)
-    logger.info("%d ranks started after %.1f s: %s", len(ranks), patience.spent(), _names(ranks))
+    logger.info("started after %.1f s: %s", patience.spent(), _names(ranks))
     transport = ranks.join(patience)
-    logger.info("the ranks have met over %s after %.1f s", transport, patience.spent())
+    if len(ranks) > 1:
+        logger.info("the %d ranks have met over %s after %.1f s", len(ranks), transport, patience.spent())
     reports: list[LoadReport] = ranks.call(
         "load", lambda actor: actor.load.remote(), patience, on_answer=_log_loaded
     )

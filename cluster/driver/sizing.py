@@ -60,9 +60,10 @@ def sequence_limit(num_blocks: int, block_size: int, wanted: int, *, explicit: b
         return wanted
     if explicit or num_blocks < 1:
         needed = -(-wanted // block_size)
+        shorter = f" or max_model_len to {held} or lower" if num_blocks else ""
         raise StartupFailed(
             f"one sequence of max_model_len {wanted} tokens needs {needed} KV blocks of {block_size} tokens, "
             f"{needed} x {block_bytes} = {needed * block_bytes} bytes over all ranks; {num_blocks} blocks "
-            f"({num_blocks * block_bytes} bytes) fit: set kv_cache_memory higher or max_model_len lower"
+            f"({num_blocks * block_bytes} bytes) fit: set kv_cache_memory higher{shorter}"
         )
     return held

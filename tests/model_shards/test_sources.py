@@ -77,8 +77,10 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> N
 def test_a_path_that_does_not_exist_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ModelSourceError, match="no such file or folder"):
+    with pytest.raises(ModelSourceError, match="no such file or folder") as caught:
         resolve_model(name)
+    assert str(Path(name).expanduser().absolute()) in str(caught.value)
+    assert ("looked for" in str(caught.value)) == (name[0] not in "/~"), "a whole path is named once"
 
 
 @pytest.mark.parametrize("name", ["", " ", "smollm", "SMOLLM2-135M", "a/b/c", "org/", "a" * 5000, "~nobody-here"])

@@ -54,13 +54,18 @@ def test_the_models_own_length_is_cut_to_the_pool() -> None:
 
 
 def test_an_asked_for_length_that_does_not_fit_fails_with_the_arithmetic() -> None:
-    with pytest.raises(StartupFailed, match=r"needs 7 KV blocks of 16 tokens, 7 x 100 = 700 bytes .* 5 blocks"):
+    with pytest.raises(
+        StartupFailed, match=r"needs 7 KV blocks of 16 tokens, 7 x 100 = 700 bytes .* 5 blocks"
+    ) as no:
         sequence_limit(5, 16, 100, explicit=True, block_bytes=100)
+    assert str(no.value).endswith("set kv_cache_memory higher or max_model_len to 80 or lower")
+    assert sequence_limit(5, 16, 80, explicit=True, block_bytes=100) == 80
 
 
 def test_a_pool_without_a_block_fails_even_by_default() -> None:
-    with pytest.raises(StartupFailed, match="0 blocks"):
+    with pytest.raises(StartupFailed, match="0 blocks") as no:
         sequence_limit(0, 16, 100, explicit=False, block_bytes=100)
+    assert str(no.value).endswith("set kv_cache_memory higher"), "no length would help"
 
 
 @given(

@@ -11,11 +11,15 @@ _QUIET_LOGGERS = ("ray", "ray.serve", "ray._private.worker", "httpx", "httpcore"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
+# `ray.init` warns of it in any thread but the first. Signals are ours: `cluster.launch.signals`.
+_NO_TROUBLE = "SIGTERM handler is not set"
+
+
 class _OnlyTrouble(logging.Filter):
     """Lets warnings and worse pass. Equal to any other of its kind, so that adding it twice adds it once."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
+        return record.levelno >= logging.WARNING and not record.getMessage().startswith(_NO_TROUBLE)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _OnlyTrouble)

@@ -5,7 +5,6 @@ Ray's, and every wait has a deadline. Knows a Serve handle and four calls; loads
 """
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -19,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.driver.handle import as_ours
 from cluster.errors import DeadlineExceeded, InvalidConfig, ShardserveError, Unavailable
 from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
+from cluster.launch.running import join_ray
 from cluster.text.chat_template import ChatMessage
 from cluster.text.prompts import Prompt
 
@@ -45,14 +45,12 @@ class _Connected:
     def connect(
         cls, application: str = "shardserve", address: str | None = None, *, timeout_s: float = _TIMEOUT_S
     ) -> Self:
-        """`application` is its name on Serve. Connects this process to Ray first if it is not: to `address`, or
-        to the cluster that Ray finds by itself. Raises `Unavailable` when either is not there.
+        """`application` is its name on Serve. Connects this process to Ray first if it is not: to `address`, else
+        to RAY_ADDRESS, else to what `shardserve serve` or `ray start` of this user has started on this machine.
+        Raises `Unavailable` when cluster or application is not there, or when several clusters are.
         """
         if not ray.is_initialized():
-            try:
-                ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise Unavailable(f"no Ray cluster at {address or 'auto'}: {error}") from error
+            join_ray(address)
         try:
             return cls(serve.get_app_handle(application), timeout_s)
         except RayServeException as error:

@@ -80,6 +80,21 @@ def reclaim(parent: Path, kind: str) -> list[Path]:
     return removed
 
 
+def is_held(parent: Path, kind: str) -> bool:
+    """Whether a process that lives owns something of this kind below `parent`."""
+    for path in parent.glob(f"{_PREFIX}-{kind}-*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or gone meanwhile
+        try:
+            if not _lock(fd):
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
 def _new_name(kind: str) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{_PREFIX}-{kind}-{boot}-{os.getpid()}-{secrets.token_hex(4)}"

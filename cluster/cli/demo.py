@@ -91,7 +91,7 @@ def _piece(chunk: dict[str, object]) -> str:
 
 
 def _say_how_to_go_on(serving: "Serving", console: "Console") -> None:
-    from cluster.cli.serve import chat_line
+    from cluster.cli.serve import chat_line, client_line
 
     python = (
         "from openai import OpenAI\n"
@@ -104,5 +104,6 @@ def _say_how_to_go_on(serving: "Serving", console: "Console") -> None:
         console.print(f"[bold]{heading}:[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print()
+    console.print(client_line(serving.ray_address), markup=False, highlight=False, soft_wrap=True)
     console.print(f"Load: shardserve bench {serving.url}", highlight=False)
     console.print("Stop: Ctrl-C. Nothing stays behind.")

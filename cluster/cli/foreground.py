@@ -25,6 +25,7 @@ class Serving:
         self.url = launch.options.url
         self.model = launch.config.model_name
         self.logs = launch.logs
+        self.ray_address = launch.ray_address
         self.progress = progress
         self._launch = launch
         self._stop = stop

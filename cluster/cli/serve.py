@@ -90,11 +90,17 @@ def run(config: "ClusterConfig", launch_options: "LaunchOptions") -> None:
             f"\nready after {serving.progress.elapsed_s:.1f} s: {serving.url}/v1   model: {serving.model}\n"
         )
         console.print(chat_line(serving.url, serving.model), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{client_line(serving.ray_address)}", markup=False, highlight=False, soft_wrap=True)
         if serving.logs is not None:
             console.print(f"\nlogs: {serving.logs}", highlight=False, soft_wrap=True)
         console.print("\nCtrl-C drains the running streams and ends; a second one ends at once.")
         serving.wait_for_stop()
         console.print("ending: running streams may finish first")
+
+
+def client_line(ray_address: str) -> str:
+    """How a Python process on this machine gets at the same model without HTTP."""
+    return f'Python: from shardserve import Client; client = Client.connect(address="{ray_address}")'
 
 
 def chat_line(url: str, model: str) -> str:

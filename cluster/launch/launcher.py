@@ -23,6 +23,7 @@ from cluster.launch.preflight import check_port, check_ray_choice
 from cluster.launch.processes import children_named, is_running
 from cluster.launch.progress import Progress
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
+from cluster.launch.running import note_address
 from model_shards.errors import ModelError
 from model_shards.sources import resolve_model
 
@@ -109,6 +110,7 @@ class Launch:
         self._is_connected = True
         self.ray_address = ray_node.start_ray(self._folder.path, ranks=self.config.tensor_parallel_size)
         self._daemons = children_named(_DAEMONS)
+        note_address(self._folder.path, self.ray_address)
 
     def _ray_environment(self, folder: Path) -> dict[str, str]:
         stats_port, metrics_port = _free_ports(2)

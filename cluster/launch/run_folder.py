@@ -9,12 +9,13 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
 
 from cluster.launch.processes import end_processes
-from workers.ownership import Owned, reclaim
+from workers.ownership import Owned, is_held, reclaim
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,19 @@ def reclaim_abandoned(parent: Path | None = None) -> list[Path]:
         reclaimed.append(path)
         _log.info("removed %s of a launcher that is gone, and ended %s", path, ", ".join(killed) or "no process")
     return reclaimed
+
+
+def live_folders(parent: Path | None = None) -> list[Path]:
+    """The private folders of this user's launchers that live."""
+    return sorted(path for path in (parent or default_parent()).glob(f"{_PREFIX}*") if _is_live(path))
+
+
+def _is_live(path: Path) -> bool:
+    try:
+        state = path.lstat()
+    except OSError:
+        return False
+    return state.st_uid == os.geteuid() and stat.S_IMODE(state.st_mode) == 0o700 and is_held(path, _OWNER)
 
 
 def _is_abandoned(path: Path) -> bool:

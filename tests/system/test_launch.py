@@ -68,6 +68,13 @@ class Launcher:
         assert match is not None, self.output
         return Path(match[1])
 
+    @property
+    def ray_address(self) -> str:
+        """From the line that says how a Python client connects."""
+        match = re.search(r'Client\.connect\(address="(\S+)"\)', self.output)
+        assert match is not None, self.output
+        return match[1]
+
     def interrupt(self) -> None:
         """What a terminal does on Ctrl-C: the whole foreground group gets it."""
         os.killpg(self.process.pid, signal.SIGINT)
@@ -104,6 +111,26 @@ def _run_folders() -> set[Path]:
     return set(default_parent().glob("shardserve-run-*"))
 
 
+def _as_a_client(address: str | None) -> str:
+    """Three tokens by `Client` in a process that knows nothing but, at most, the address."""
+    script = (
+        "from shardserve import Client, SamplingParams\n"
+        f"client = Client.connect(address={address!r})\n"
+        "print(client.generate('a', SamplingParams(max_tokens=3, temperature=0)).choices[0].text)"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
 def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str) -> None:
     port = _free_port()
     with _launched(*_serve(counter, port)) as launcher:
@@ -111,6 +138,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str) -> None:
         body = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["text"] == "bcd"
+        assert _as_a_client(launcher.ray_address) == _as_a_client(None) == "bcd"
         folder = launcher.folder
         assert processes_writing(folder)
         launcher.interrupt()

@@ -100,12 +100,23 @@ class PromptEncoder:
 
     def _encode_text(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         try:
-            text.encode()
+            encoded = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"{field} is not valid Unicode: a lone surrogate at position {error.start}", field
             ) from None
+        self._check_size(encoded, field)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_size(self, text: bytes, field: str) -> None:
+        """Encoding takes about a second a megabyte, so what cannot fit however it is encoded is refused before."""
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest > self.max_model_len:
+            raise ContextOverflow(
+                f"{field} has {len(text)} bytes of text, which are at least {fewest} tokens, but the maximum "
+                f"context length of this model is {self.max_model_len} tokens",
+                field,
+            )
 
     def _check_vocabulary(self, token_ids: tuple[int, ...], field: str) -> None:
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):

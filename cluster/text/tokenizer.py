@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from cluster.text.byte_spelling import BYTE_OF_CHARACTER
+from cluster.text.token_bound import token_bound
 from cluster.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from model_shards.errors import CheckpointError, UnsupportedModel
 
@@ -26,6 +28,10 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a sequence; the first is the tokenizer's own end-of-sequence token."""
+        ...
+
+    def fewest_tokens(self, text: bytes) -> int:
+        """How many tokens the UTF-8 text has at least, told without encoding it; 0 where that is not known."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -46,7 +52,12 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """The Rust tokenizer of the `tokenizers` package. Thread-safe: encoding releases the interpreter lock."""
+    """The Rust tokenizer of the `tokenizers` package. Thread-safe.
+
+    Encoding and decoding go through the package's calls for batches, with a batch of one: only those release the
+    interpreter lock. Its calls for one text keep it, which for a text of a megabyte is a second in which no other
+    thread runs.
+    """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._tokenizer = _build(files.tokenizer_json)
@@ -59,6 +70,7 @@ class HuggingFaceTokenizer:
         self._bytes: dict[int, bytes] = {}  # filled as ids are met: a whole vocabulary would cost 50 ms at start
         self._vocab_size = _vocab_size(self._tokenizer)
         self._eos_token_ids = _eos_token_ids(self._tokenizer, files)
+        self._bound = token_bound(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -68,11 +80,16 @@ class HuggingFaceTokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_token_ids
 
+    def fewest_tokens(self, text: bytes) -> int:
+        return 0 if self._bound is None else self._bound.fewest_tokens(text)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text: str
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -132,19 +149,9 @@ def _decoder_kinds(decoder: Any) -> list[str]:
     return [str(part["type"]) for part in parts]
 
 
-def _unprintable_spelling() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for U+0100 onwards, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _unprintable_spelling()
-
-
 def _byte_level_bytes(piece: str) -> bytes:
     try:
-        return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+        return bytes([BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError:
         return piece.encode()  # an added token, spelled as it is
 

@@ -27,6 +27,9 @@ class ByteTokenizer:
     vocab_size: int = 256 + len(SPECIALS)
     eos_token_ids: tuple[int, ...] = (EOS_ID,)
 
+    def fewest_tokens(self, text: bytes) -> int:
+        return -(-len(text) // max(map(len, SPECIALS)))
+
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         ids = [BOS_ID] if add_special_tokens and self.bos else []
         for piece in _SPECIAL.split(text):

@@ -30,6 +30,9 @@ REFUSED = [
     (COMPLETIONS, completion("x" * 256), "prompt"),
     (COMPLETIONS, completion("x" * 200, max_tokens=57), "max_tokens"),
     (CHAT, chat("x" * 257), "messages"),
+    (COMPLETIONS, completion("x" * 500_000), "prompt"),  # too long to be worth encoding
+    (COMPLETIONS, completion(["x", "x" * 500_000]), "prompt[1]"),
+    (CHAT, chat("x" * 500_000), "messages"),
     (CHAT, chat("x", max_tokens=256), "max_tokens"),
     # outside the vocabulary
     *((COMPLETIONS, completion([1, token]), "prompt") for token in (-1, 260, 2**31, 2**70)),

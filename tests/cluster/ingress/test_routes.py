@@ -66,6 +66,13 @@ async def test_tokenize_shows_exactly_what_is_fed() -> None:
     assert bare.json()["tokens"] == [*b"hi"]
 
 
+async def test_tokenize_takes_no_text_that_cannot_fit() -> None:
+    client = http(app_over(ScriptedSource()))
+    for body in ({"prompt": "x" * 500_000}, chat("x" * 500_000)):
+        answer = await client.post("/tokenize", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 async def test_detokenize() -> None:
     client = http(app_over(ScriptedSource()))
     assert (await client.post("/detokenize", json={"tokens": [BOS_ID, *b"hi"]})).json() == {"prompt": "hi"}

@@ -89,6 +89,22 @@ def test_prompt_and_output_beyond_the_context() -> None:
     assert refusal.value.field == "max_tokens"
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    class Unasked(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+            raise AssertionError("encoded")
+
+    unasked = PromptEncoder(Unasked(), ChatTemplate(CHAT_TEMPLATE, SPECIAL_TOKENS), 16, vocab_size=260)
+    with pytest.raises(ContextOverflow, match=r"prompt has 113 bytes.*at least 17 tokens.*16 tokens") as refusal:
+        unasked.encode("a" * 113)  # its longest token is <start>: 7 bytes
+    assert refusal.value.field == "prompt"
+    with pytest.raises(ContextOverflow, match=r"messages has 1\d\d bytes") as refusal:
+        unasked.encode_chat([{"role": "user", "content": "\u6f22" * 38}])
+    assert refusal.value.field == "messages"
+    with pytest.raises(AssertionError, match="encoded"):
+        unasked.encode("a" * 112)
+
+
 def test_chat_needs_a_template_and_messages() -> None:
     with pytest.raises(InvalidRequest, match="no chat template") as refusal:
         encoder(template=False).encode_chat([{"role": "user", "content": "hi"}])

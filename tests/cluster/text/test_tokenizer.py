@@ -1,6 +1,10 @@
 """tokenizer.json and its companions; bytes of tokens against the Rust decoder."""
 
 import json
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +137,38 @@ def test_special_tokens_have_a_name_and_no_bytes(tmp_path: Path) -> None:
     assert (tokenizer.special_text(special), tokenizer.token_bytes(special)) == ("<s>", b"")
     assert (tokenizer.special_text(added), tokenizer.token_bytes(added)) == ("", b"<tool call>")
     assert tokenizer.special_text(10**6) == ""
+
+
+@given(st.text() | st.text("ab <s>/"), st.booleans())
+def test_ids_are_those_of_the_packages_own_call(loaded: HuggingFaceTokenizer, text: str, add: bool) -> None:
+    own = byte_level().encode(text, add_special_tokens=add).ids
+    assert loaded.encode(text, add_special_tokens=add) == tuple(own)
+
+
+def longest_held_share(call: Callable[[], object]) -> float:
+    """The largest part of a call in which another thread, which looks at the time in a loop, had no turn."""
+    over = threading.Event()
+    turns: list[float] = []
+
+    def count() -> None:
+        while not over.wait(0.0005):
+            turns.append(time.perf_counter())
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    began = time.perf_counter()
+    call()
+    ended = time.perf_counter()
+    over.set()
+    counter.join()
+    during = [began, *(turn for turn in turns if began < turn < ended), ended]
+    return max(later - earlier for earlier, later in pairwise(during)) / (ended - began)
+
+
+def test_others_run_while_a_long_text_is_encoded_and_decoded(loaded: HuggingFaceTokenizer) -> None:
+    """The package's calls for one text hold the lock: a share of nearly 1 each time, on the idlest machine too."""
+    text = "a " * 200_000
+    ids = loaded.encode(text, add_special_tokens=False)
+    calls = (lambda: loaded.encode(text, add_special_tokens=False), lambda: loaded.decode(ids))
+    for call in calls:
+        assert min(longest_held_share(call) for _ in range(3)) < 0.7

@@ -31,9 +31,8 @@ def _size(text: str) -> int:
     if match is None:
         shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
         raise ValueError(f"not a size in bytes: {shown!r} (examples: 2GiB, 512MiB, 1000000)")
-    return int(
-        min(Decimal(match[1]), Decimal(_BYTES_END)) * _UNITS[(match[2] or "").lower()]
-    )  # exact, unlike a float
+    number = min(Decimal(match[1]), Decimal(_BYTES_END))  # exact, unlike a float
+    return int(number * _UNITS[(match[2] or "").lower()])
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]

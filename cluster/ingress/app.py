@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ModelNotFound, ShardserveError, Unavailable
+from cluster.errors import ContextOverflow, ModelNotFound, ShardserveError, Unavailable
 from cluster.ingress.admission import Limits
 from cluster.ingress.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from cluster.ingress.logprobs import echo_of
@@ -149,7 +149,14 @@ class _Endpoints:
         body = parse(DetokenizeBody, await self._limits.read_body(request))
         if body.model is not None:
             self._check_model(body.model)
-        ids = self._completer.encoder.encode(body.tokens, "tokens") if body.tokens else ()
+        encoder = self._completer.encoder
+        if len(body.tokens) > encoder.max_model_len:
+            raise ContextOverflow(
+                f"tokens has {len(body.tokens)} tokens, but the maximum context length of this model is "
+                f"{encoder.max_model_len} tokens",
+                "tokens",
+            )
+        ids = encoder.encode(body.tokens, "tokens") if body.tokens else ()
         return JSONResponse({"prompt": await asyncio.to_thread(self._completer.tokenizer.decode, ids)})
 
     async def health(self) -> Response:

@@ -78,6 +78,10 @@ async def test_detokenize() -> None:
     assert (await client.post("/detokenize", json={"tokens": [BOS_ID, *b"hi"]})).json() == {"prompt": "hi"}
     assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
     assert (await client.post("/detokenize", json={"tokens": [999]})).json()["error"]["param"] == "tokens"
+    assert (await client.post("/detokenize", json={"tokens": [97] * CONTEXT})).json() == {"prompt": "a" * CONTEXT}
+    long = await client.post("/detokenize", json={"tokens": [97] * (CONTEXT + 1)})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"tokens has {CONTEXT + 1} tokens" in long.json()["error"]["message"]
     assert (await client.post("/tokenize", json={})).status_code == 400
     assert (await client.post("/tokenize", json={"prompt": "x", "model": "other"})).status_code == 404
 

@@ -25,7 +25,9 @@ from cluster.launch.progress import Progress
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
 from cluster.launch.running import note_address
 from model_shards.errors import ModelError
+from model_shards.partition import partition_model
 from model_shards.sources import resolve_model
+from model_shards.weights.metadata import read_spec
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ APPLICATION = "shardserve"
 AUTO_PROXY: ray_node.Proxy = "serve"
 _DAEMONS = ("gcs_server", "raylet")
 _RAY_GRACE_S = 3.0  # Ray's daemons end within two seconds of a shutdown
+_WATCH_S = 0.1  # between looks at the daemons while something ends
+_SEARCH_HEAD_START_S = 1.0  # for what is on this disk already to turn out unfit before processes start
 _DELETE_DEADLINE_S = 30.0  # for Serve to end replicas, which end their ranks
 _FIRST_TOKEN_DEADLINE_S = 120.0
 
@@ -79,7 +83,7 @@ class Launch:
         check_ray_choice(self.options.address, os.environ)
         if self.options.owns_ray:
             check_port(self.options.host, self.options.port)
-        search = _ModelSearch(self.config.model, self._progress.note)
+        search = _ModelSearch(self.config.model, self.config.tensor_parallel_size, self._progress.note)
         search.start()
         with self._progress.part("Ray"):
             self._start_ray(search)
@@ -104,8 +108,7 @@ class Launch:
         reclaim_abandoned()
         self._folder = RunFolder.take()
         os.environ.update(self._ray_environment(self._folder.path))
-        import ray  # noqa: F401  half a second in which a model that cannot be found turns up, before processes start
-
+        search.join(_SEARCH_HEAD_START_S)
         search.raise_failure()
         self._is_connected = True
         self.ray_address = ray_node.start_ray(self._folder.path, ranks=self.config.tensor_parallel_size)
@@ -162,17 +165,31 @@ class Launch:
     def stop(self) -> None:
         """Drain, then end and remove everything that was started. Idempotent."""
         try:
-            if self._is_connected and self.failure() is None:
-                self._stop_serve()
-        finally:
             if self._is_connected:
-                self._is_connected = False
-                ray_node.stop_ray()
+                self._while_ray_lives(self._stop_serve)
+                self._while_ray_lives(ray_node.stop_ray)
+        finally:
+            self._is_connected = False
             if self._folder is not None:
                 killed = self._folder.close(grace_s=_RAY_GRACE_S)
                 self._folder = None
                 if killed:
                     _log.warning("had to kill %s", ", ".join(killed))
+
+    def _while_ray_lives(self, end: Callable[[], None]) -> None:
+        """Run `end`, but wait for it no longer than Ray's daemons live.
+
+        A signal to the whole process group ends them under a call that runs, and Ray then tries for a minute and
+        aborts this process, before the folder is closed.
+        """
+        if self.failure() is not None:
+            return
+        ending = _Ending(end)
+        ending.start()
+        while ending.is_alive() and self.failure() is None:
+            ending.join(_WATCH_S)
+        if ending.failure is not None:
+            raise ending.failure
 
     def _stop_serve(self) -> None:
         if self._is_running and not serving.drain(APPLICATION, deadline_s=self.config.drain_deadline_s):
@@ -192,19 +209,40 @@ class Launch:
         os._exit(130)
 
 
-class _ModelSearch(threading.Thread):
-    """Finds or fetches the model while Ray starts. A daemon: an abandoned download must not hold the exit back."""
+class _Ending(threading.Thread):
+    """A call that may never return, with what it raised."""
 
-    def __init__(self, name: str, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__(name="ending", daemon=True)
+        self._call = call
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:  # raised again in the thread that waits
+            self.failure = error
+
+
+class _ModelSearch(threading.Thread):
+    """Finds or fetches the model while Ray starts, and looks whether it can be cut over that many ranks.
+
+    A daemon: an abandoned download must not hold the exit back.
+    """
+
+    def __init__(self, name: str, ranks: int, on_progress: Callable[[str], None]) -> None:
         super().__init__(name="model-search", daemon=True)
         self._model = name
+        self._ranks = ranks
         self._on_progress = on_progress
         self._path: Path | None = None
         self._failure: Exception | None = None
 
     def run(self) -> None:
         try:
-            self._path = resolve_model(self._model, on_progress=self._on_progress)
+            path = resolve_model(self._model, on_progress=self._on_progress)
+            partition_model(read_spec(path), self._ranks)
+            self._path = path
         except (ModelError, OSError) as error:  # raised again in the thread that waits
             self._failure = error
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,12 @@ class Launcher:
     def wait_ready(self) -> None:
         assert self._ready_or_over.wait(_DEADLINE_S), self.output
         assert self.process.poll() is None, self.output
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not re.search(pattern, self.output, re.MULTILINE):
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
 
     def wait(self) -> int:
         code = self.process.wait(_DEADLINE_S)
@@ -166,6 +173,27 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(counter: str) -> None:
         assert launcher.wait() == 1, launcher.output
     assert re.search(r"^error: one sequence of max_model_len 4096 tokens needs", launcher.output, re.MULTILINE)
     assert "Traceback" not in launcher.output
+    assert _run_folders() == before
+
+
+def test_more_ranks_than_heads_are_refused_before_anything_starts(counter: str) -> None:
+    before = _run_folders()
+    with _launched(*_serve(counter, _free_port()), "--tp", "99") as launcher:
+        assert launcher.wait() == 2, launcher.output
+    assert re.search(r"^error: \d+ query heads cannot be split over 99 ranks", launcher.output, re.MULTILINE)
+    assert "Ray" not in launcher.output
+    assert _run_folders() == before
+
+
+def test_a_signal_to_the_whole_group_while_loading_leaves_nothing(counter: str) -> None:
+    """As `timeout` sends it: Ray's daemons get it too, and are gone while the launcher still ends."""
+    before = _run_folders()
+    with _launched(*_serve(counter, _free_port())) as launcher:
+        launcher.wait_for(r"^ +HTTP +\d")
+        os.killpg(launcher.process.pid, signal.SIGTERM)
+        assert launcher.wait() == 130, launcher.output
+    assert "Fatal" not in launcher.output
+    assert "Check failed" not in launcher.output
     assert _run_folders() == before
 
 

@@ -4,6 +4,7 @@ Invariant: while a launcher lives it holds the lock of its folder; a folder with
 the next start ends the processes that write there and removes it. Knows folders; knows nothing of what is in them.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -34,6 +35,10 @@ class RunFolder:
     def __init__(self, path: Path, owner: Owned) -> None:
         self.path = path
         self._owner = owner
+        self._is_closed = False
+        # Ray's own exit hook may write here once more. Hooks run last in, first out: this one after that of a Ray
+        # that is imported later, as in a launcher.
+        atexit.register(self._remove_what_came_later)
 
     @classmethod
     def take(cls, parent: Path | None = None) -> "RunFolder":
@@ -47,7 +52,12 @@ class RunFolder:
         _remove(self.path)
         _reclaim_elsewhere()
         self._owner.close()
+        self._is_closed = True
         return killed
+
+    def _remove_what_came_later(self) -> None:
+        if self._is_closed:
+            _remove(self.path)
 
 
 def default_parent() -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupFailed
-from cluster.launch.ray_node import connect_ray, ray_environment, telling_line
+from cluster.launch import ray_node
+from cluster.launch.ray_node import connect_ray, ray_environment, start_ray, telling_line
 
 _FOLDER = Path("/tmp/shardserve-run-00000000")
 
@@ -75,3 +76,32 @@ def test_an_address_where_nothing_answers_is_refused_at_once() -> None:
 )
 def test_the_line_that_says_something_is_shown(message: str, line: str) -> None:
     assert telling_line(RuntimeError(message)).startswith(line.lstrip("."))
+
+
+def test_a_start_that_fails_once_is_tried_again_in_an_empty_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_node, "_start_once", _FailingStart(1))
+    assert start_ray(tmp_path, ranks=1) == "10.0.0.1:6379"
+    assert not (tmp_path / "ray").exists()
+
+
+def test_a_start_that_fails_twice_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_node, "_start_once", _FailingStart(2))
+    with pytest.raises(StartupFailed, match=r"^Ray does not start: try 2 took too long$"):
+        start_ray(tmp_path, ranks=1)
+
+
+class _FailingStart:
+    """In place of `ray.init`: leaves files and fails, as often as asked."""
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self._tries = 0
+
+    def __call__(self, folder: Path, ranks: int) -> str:
+        self._tries += 1
+        if self._tries <= self._failures:
+            (folder / "ray" / "session").mkdir(parents=True)
+            raise RuntimeError(f"try {self._tries} took too long")
+        return "10.0.0.1:6379"

@@ -1,8 +1,7 @@
 """SmolLM2-135M in float32: greedy tokens are transformers' on the same file, for every number of ranks.
 
-The ranks are threads. transformers runs once, all prompts in one padded batch; that ours give equal tokens one at
-a time and together is tested here too, on few prompts where ranks are several: their threads take turns at the
-interpreter some 240 times a step.
+The ranks are threads. transformers runs once, all prompts in one padded batch; ours run one at a time and
+together.
 """
 
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.fakes.thread_group import ThreadGroup, run_ranks
 from tests.workers.plans import Job, PlanMaker, run_to_the_end, worker_config
 from workers.runner import Runner
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(1800)]  # some 3000 steps, and the ranks may share a core
 
 PROMPTS = (
     "The capital of France is",
@@ -77,11 +76,11 @@ def generate(smollm2_path: Path, num_ranks: int, batches: list[dict[int, Job]]) 
     return outcomes[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_alone"), [(1, len(PROMPTS)), (2, 3), (3, 1)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_greedy_tokens_are_those_of_transformers(
-    smollm2_path: Path, prompts: list[list[int]], expected: list[list[int]], num_ranks: int, num_alone: int
+    smollm2_path: Path, prompts: list[list[int]], expected: list[list[int]], num_ranks: int
 ) -> None:
-    alone = [{number: Job(prompts[number], TOKENS)} for number in range(num_alone)]
+    alone = [{number: Job(prompt, TOKENS)} for number, prompt in enumerate(prompts)]
     together = {
         number: Job(prompts[number % len(prompts)], TOKENS if number < len(prompts) else NEIGHBOUR_TOKENS)
         for number in range(TOGETHER)

@@ -166,7 +166,7 @@ def test_a_stop_frees_a_rank_that_waits_for_a_peer(config: WorkerConfig) -> None
             ranks[0].send(("stop", ()))
             endings = [ranks[0].receive(), ranks[0].receive()]  # of `stop` and of `run`, in either order
             endings.remove(None)
-            assert endings[0].startswith("a stop was asked for")
+            assert "a stop was asked for" in endings[0]  # before the plan was read, or in the step
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Knows Ray's life in a process; knows nothing of models or Serve.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +17,7 @@ _GRACE_S = 5.0  # for Ray's daemons to end by themselves
 @contextmanager
 def ensure_ray(ranks: int) -> Iterator[None]:
     """A connection to Ray with room for `ranks`. Raises `StartupFailed`."""
-    import ray
-
-    if ray.is_initialized():
+    if _is_connected():
         yield
         return
     reclaim_abandoned()
@@ -33,6 +32,12 @@ def ensure_ray(ranks: int) -> Iterator[None]:
                 ray_node.stop_ray()
     finally:
         folder.close(grace_s=_GRACE_S)
+
+
+def _is_connected() -> bool:
+    """Without importing Ray: its log filter follows the environment of that moment, which is to be ours."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 @contextmanager

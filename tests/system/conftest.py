@@ -65,7 +65,7 @@ def counter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_counter_model(tmp_path_factory.mktemp("models") / MODEL, cycle=PRINTABLE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # tests elsewhere that start a Ray must find none
 def application(counter_path: Path) -> Iterator[Served]:
     import ray
     from ray import serve

@@ -1,6 +1,6 @@
 """The driver: an engine and its worker group behind the few calls that an ingress makes.
 
-Owns both for the life of its process, carries each step's deltas from the engine's thread to its own event loop,
+Owns both for the life of its process, carries a step's deltas from the engine's publisher to its own event loop,
 and ends the process when the engine has given the group up, so that Serve replaces it. Knows requests in tokens;
 knows no text, HTTP or Ray: a plain class that Serve can hold.
 """

@@ -18,7 +18,7 @@ from model_shards.layers.placement import Placement
 # Fewer rows than this and `F.linear` on CPU takes another path, with other bits. Threads share the rows out, so
 # each needs as many: 5 rows on two threads are 3 and 2.
 _INVARIANT_ROWS = 4
-_PACKING_ROWS_HINT = 16  # the row count that the packed layout is made for; a hint of 1 gives 1 row other bits
+_PACKING_ROWS_HINT = 64  # the row count that the packed layout is made for; with 1, one row gets other bits
 _PROBE_ROWS = (1, 2, 3, 7)
 _PROBE_BATCH = 16
 

@@ -17,8 +17,8 @@ from model_shards.rope import DividedFrequencies, LinearScaling, Llama3Scaling, 
 class Rotation:
     """The angles of one step's tokens."""
 
-    cosine: Tensor  # [tokens, 1, head_dim / 2]
-    sine: Tensor  # [tokens, 1, head_dim / 2]
+    cosine: Tensor  # [tokens, 1, head_dim], its halves alike
+    sine: Tensor  # [tokens, 1, head_dim], its first half negative
 
 
 class RotaryTable:
@@ -37,8 +37,9 @@ class RotaryTable:
         frequencies = scaled_frequencies(head_dim, theta, scaling).to(device)
         factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
         angles = torch.arange(max_positions, device=device, dtype=torch.float32)[:, None] * frequencies
-        self._cosine = (angles.cos() * factor).to(dtype).unsqueeze(1)
-        self._sine = (angles.sin() * factor).to(dtype).unsqueeze(1)
+        cosine, sine = angles.cos() * factor, angles.sin() * factor
+        self._cosine = torch.cat((cosine, cosine), dim=1).to(dtype).unsqueeze(1)
+        self._sine = torch.cat((-sine, sine), dim=1).to(dtype).unsqueeze(1)
 
     def at(
         self,

@@ -36,6 +36,23 @@ _GATHER_BYTES = 2 * 2**20  # keys and values gathered for one call over decodes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Where the keys and values of a kernel call are gathered: views, made once a step and not once a layer."""
+
+    rows: Tensor  # for KvCache.gather
+    buffer: Tensor  # [rows, block_size * head_dim]
+    keys: Tensor  # [sequences, KV heads, chunk keys, head_dim]
+    values: Tensor  # likewise
+
+    def read(self, cache: KvCache, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in float32, good until the next call over the same buffer."""
+        cache.gather(layer, self.rows, self.buffer)
+        if cache.dtype == torch.float32:
+            return self.keys, self.values
+        return self.keys.float(), self.values.float()
+
+
+@dataclass(frozen=True, slots=True)
 class _DecodeCall:
     """One kernel call over the decodes [start, stop), for their chunk number `chunk`."""
 
@@ -43,7 +60,7 @@ class _DecodeCall:
     start: int
     stop: int
     is_first: bool  # for each of them the first chunk that it sees
-    rows: Tensor  # for KvCache.gather
+    chunks: _Chunks
     mask: Tensor  # [stop - start, 1, 1, chunk keys]
 
 
@@ -54,7 +71,7 @@ class _PromptCall:
     first_token: int
     stop_token: int
     is_first: bool
-    rows: Tensor
+    chunks: _Chunks
     mask: Tensor  # [1, 1, folded rows or 1, chunk keys]
 
 
@@ -105,13 +122,6 @@ class PagedAttention:
         ]
         return _Plan(tuple(self._plan_decodes(metadata, window)), tuple(prompts))
 
-    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the gathered chunks, each [sequences, KV heads, chunk keys, head_dim] in float32."""
-        cache = self.cache
-        gathered = cache.gather(layer, rows, self._gathered[: len(rows)])
-        both = gathered.view(2, -1, cache.num_heads, self.chunk_tokens, cache.head_dim).float()
-        return both[0], both[1]
-
     def _plan_decodes(self, metadata: AttentionMetadata, window: int | None) -> list[_DecodeCall]:
         if metadata.num_decodes == 0:
             return []
@@ -129,9 +139,9 @@ class PagedAttention:
             blocks = self._blocks_of_chunk(tables, chunk)
             for start in range(beyond, reaching, self.decodes_per_call):
                 stop = min(start + self.decodes_per_call, reaching)
-                rows = self.cache.block_rows(blocks[start:stop])
                 is_first = bool(begins[stop - 1] >= origin)
-                calls.append(_DecodeCall(chunk, start, stop, is_first, rows, masks[start:stop]))
+                chunks = self._chunks(blocks[start:stop])
+                calls.append(_DecodeCall(chunk, start, stop, is_first, chunks, masks[start:stop]))
         return calls
 
     def _plan_prompt(self, metadata: AttentionMetadata, index: int, window: int | None) -> _Prompt:
@@ -150,8 +160,8 @@ class PagedAttention:
             else:
                 seen = [self._by_row(bounds[first:stop] - origin) for bounds in (contexts, begins)]
                 mask = self._mask(*seen)[None, None]
-            rows = self.cache.block_rows(self._blocks_of_chunk(table, chunk))
-            calls.append(_PromptCall(first, stop, bool(begins[first] >= origin), rows, mask))
+            chunks = self._chunks(self._blocks_of_chunk(table, chunk))
+            calls.append(_PromptCall(first, stop, bool(begins[first] >= origin), chunks, mask))
         return _Prompt(query, tuple(calls))
 
     def _blocks_of_chunk(
@@ -164,6 +174,16 @@ class PagedAttention:
         if missing:  # read anything that the sequence owns; it is masked
             blocks = torch.cat([blocks, tables[:, :1].expand(-1, missing)], dim=1)
         return blocks
+
+    def _chunks(
+        self,
+        blocks: Tensor,  # [sequences, blocks of a chunk]
+    ) -> _Chunks:
+        cache = self.cache
+        rows = cache.block_rows(blocks)
+        buffer = self._gathered[: len(rows)]
+        keys, values = buffer.view(2, -1, cache.num_heads, self.chunk_tokens, cache.head_dim)
+        return _Chunks(rows, buffer, keys, values)
 
     def _mask(
         self,
@@ -199,6 +219,7 @@ class StepAttention:
         self._plans: dict[int | None, _Plan] = {}
         self._slots = attention.cache.token_rows(metadata.slots)
         self._scale = attention.cache.head_dim**-0.5
+        self._folded = self._folded_queries(metadata.num_decodes)
 
     def attend(
         self,
@@ -213,6 +234,8 @@ class StepAttention:
             self._plans[window] = self._attention.plan(self._metadata, window)
         plan = self._plans[window]
         self._cache.write(layer, self._slots, key, value)
+        if len(plan.decode_calls) == 1 and not plan.prompts:
+            return self._attend_decodes_at_once(layer, plan.decode_calls[0], query)
         out = torch.empty_like(query)
         if plan.decode_calls:
             self._attend_decodes(layer, plan.decode_calls, query[: self._num_decodes], out[: self._num_decodes])
@@ -221,16 +244,18 @@ class StepAttention:
             self._attend_prompt(layer, prompt, query[tokens], out[tokens])
         return out
 
+    def _attend_decodes_at_once(self, layer: int, call: _DecodeCall, query: Tensor) -> Tensor:
+        """What `_attend_decodes` comes to for a step that is one call: the same bits, with fewer copies."""
+        result, _ = self._kernel(layer, self._fold(query), call.chunks, call.mask)
+        return result[:, :, : self._attention.group_size].reshape(query.shape).to(query.dtype)
+
     def _attend_decodes(self, layer: int, calls: Sequence[_DecodeCall], query: Tensor, out: Tensor) -> None:
         heads, group_size = self._cache.num_heads, self._attention.group_size
-        folded = query.float().view(-1, heads, group_size, self._cache.head_dim)
-        padding = -group_size % ROW_MULTIPLE
-        if padding:
-            folded = torch.nn.functional.pad(folded, (0, 0, 0, padding))
+        folded = self._fold(query)
         several_chunks = calls[0].chunk < calls[-1].chunk
         total = _Joined(folded.shape) if several_chunks else None
         for call in calls:
-            result, weight = self._kernel(layer, folded[call.start : call.stop], call.rows, call.mask)
+            result, weight = self._kernel(layer, folded[call.start : call.stop], call.chunks, call.mask)
             if total is None:
                 out[call.start : call.stop].view(-1, heads, group_size, self._cache.head_dim).copy_(
                     result[:, :, :group_size]
@@ -239,6 +264,19 @@ class StepAttention:
                 total.add(slice(call.start, call.stop), slice(None), result, weight, first=call.is_first)
         if total is not None:
             out.view(-1, heads, group_size, self._cache.head_dim).copy_(total.result()[:, :, :group_size])
+
+    def _folded_queries(self, num_decodes: int) -> Tensor:
+        """[decodes, KV heads, group padded to a multiple of ROW_MULTIPLE, head_dim]: zeros, for `_fold`."""
+        group_size = self._attention.group_size
+        rows = group_size + -group_size % ROW_MULTIPLE
+        return torch.zeros((num_decodes, self._cache.num_heads, rows, self._cache.head_dim))
+
+    def _fold(self, query: Tensor) -> Tensor:
+        """The decodes' query heads by KV head, in float32. Good until the next layer."""
+        group_size = self._attention.group_size
+        by_group = query.view(-1, self._cache.num_heads, group_size, self._cache.head_dim)
+        self._folded[:, :, :group_size].copy_(by_group)
+        return self._folded
 
     def _attend_prompt(self, layer: int, prompt: _Prompt, query: Tensor, out: Tensor) -> None:
         heads, group_size, head_dim = self._cache.num_heads, self._attention.group_size, self._cache.head_dim
@@ -251,7 +289,7 @@ class StepAttention:
         for call in prompt.calls:
             first, stop = call.first_token * group_size, call.stop_token * group_size
             padded_stop = stop + -(stop - first) % ROW_MULTIPLE
-            result, weight = self._kernel(layer, folded[:, :, first:padded_stop], call.rows, call.mask)
+            result, weight = self._kernel(layer, folded[:, :, first:padded_stop], call.chunks, call.mask)
             if total is not None:
                 rows = slice(first, stop)  # the padding may be rows that this chunk is not for
                 seen = slice(0, stop - first)
@@ -260,9 +298,9 @@ class StepAttention:
         by_token = joined[0, :, :num_rows].view(heads, -1, group_size, head_dim).transpose(0, 1)
         out.view(-1, heads, group_size, head_dim).copy_(by_token)
 
-    def _kernel(self, layer: int, query: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _kernel(self, layer: int, query: Tensor, chunks: _Chunks, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over one chunk, and the log-sum-exp of its scores: its weight among the chunks."""
-        keys, values = self._attention.read(layer, rows)
+        keys, values = chunks.read(self._cache, layer)
         return self._attention.kernel(query, keys, values, mask, self._scale)
 
 

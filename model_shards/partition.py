@@ -8,7 +8,7 @@ the other way, so that ranks balance. Knows shapes and ranks; knows nothing of f
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import floor, prod
 
 from model_shards.errors import PartitionError
@@ -107,9 +107,17 @@ class ModelPartition:
         return len(self.query_heads)
 
 
-def partition_model(spec: ModelSpec, num_ranks: int) -> ModelPartition:
-    """Cut `spec` over `num_ranks`, with weights balanced. Raises `PartitionError` with the numbers."""
-    query_heads, kv_heads = cut_heads(spec.num_query_heads, spec.num_kv_heads, num_ranks)
+def partition_model(spec: ModelSpec, num_ranks: int, shard_weights: Sequence[int] = ()) -> ModelPartition:
+    """Cut `spec` over `num_ranks`, with weight bytes as `shard_weights` stand to each other, equal by default.
+
+    Raises `PartitionError` with the numbers.
+    """
+    if shard_weights and (len(shard_weights) != num_ranks or min(shard_weights) < 1):
+        raise PartitionError(
+            f"shard weights {list(shard_weights)} are not {num_ranks} positive numbers, one a rank"
+        )
+    shares = tuple(shard_weights) or (1,) * num_ranks
+    query_heads, kv_heads = cut_heads(spec.num_query_heads, spec.num_kv_heads, num_ranks, shares)
     # A head costs head_dim rows of the query and columns of the output projection (a KV head: key and value);
     # a gated FFN column costs a row of gate and up and a column of down: 2 against 3, each times hidden_size.
     burdens = [
@@ -119,34 +127,41 @@ def partition_model(spec: ModelSpec, num_ranks: int) -> ModelPartition:
     return ModelPartition(
         query_heads=query_heads,
         kv_heads=kv_heads,
-        ffn_columns=cut_balanced(spec.intermediate_size, burdens, "FFN columns"),
-        vocabulary=cut_balanced(spec.vocab_size, [Fraction(0)] * num_ranks, "vocabulary ids"),
+        ffn_columns=cut_balanced(spec.intermediate_size, burdens, "FFN columns", shares),
+        vocabulary=cut_balanced(spec.vocab_size, [Fraction(0)] * num_ranks, "vocabulary ids", shares),
     )
 
 
 def cut_heads(
-    num_query_heads: int, num_kv_heads: int, num_ranks: int
+    num_query_heads: int, num_kv_heads: int, num_ranks: int, shares: Sequence[int] = ()
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Each rank's query heads and KV heads. Query heads are cut exactly; a KV head may be on several ranks."""
+    """Each rank's query heads and KV heads. Query heads are cut exactly; a KV head may be on several ranks.
+
+    Heads go as the ranks' `shares` stand to each other, as nearly as whole heads can.
+    """
     if num_ranks < 1 or num_ranks > num_query_heads:
         raise PartitionError(
             f"{num_query_heads} query heads cannot be split over {num_ranks} ranks: "
             f"the number of ranks must be between 1 and {num_query_heads}"
         )
+    shares = shares or (1,) * num_ranks
     ratio = num_query_heads // num_kv_heads
     if num_ranks <= num_kv_heads:
-        kv_heads = _near_equal(num_kv_heads, num_ranks)
+        kv_heads = _in_proportion(num_kv_heads, shares)
         return tuple(span.scaled(ratio) for span in kv_heads), tuple(kv_heads)
     query, kv = [], []
-    for group, sharers in enumerate(_near_equal(num_ranks, num_kv_heads)):
-        for part in _near_equal(ratio, sharers.size):
+    for group, sharers in enumerate(_in_proportion(num_ranks, (1,) * num_kv_heads)):
+        for part in _in_proportion(ratio, shares[sharers.start : sharers.stop]):
             query.append(Span(group * ratio + part.start, group * ratio + part.stop))
             kv.append(Span(group, group + 1))
     return tuple(query), tuple(kv)
 
 
-def cut_balanced(total: int, burdens: Sequence[Fraction], what: str) -> tuple[Span, ...]:
-    """Cut `total` items into one contiguous span a rank so that each rank's items plus its burden come out level.
+def cut_balanced(
+    total: int, burdens: Sequence[Fraction], what: str, shares: Sequence[int] = ()
+) -> tuple[Span, ...]:
+    """Cut `total` items into one contiguous span a rank so that each rank's items plus its burden come out level,
+    or as `shares` stand to each other.
 
     Every rank gets at least one item. Cuts fall on multiples of `alignment_for(...)`, except the end.
     """
@@ -156,11 +171,13 @@ def cut_balanced(total: int, burdens: Sequence[Fraction], what: str) -> tuple[Sp
             f"{total} {what} cannot be split over {num_ranks} ranks: every rank needs at least one"
         )
     alignment = alignment_for(total, num_ranks)
-    shares = _fill_level(Fraction(total, alignment), burdens=[burden / alignment for burden in burdens])
+    amounts = _fill_level(
+        Fraction(total, alignment), [burden / alignment for burden in burdens], shares or (1,) * num_ranks
+    )
     spans, edge, start = [], Fraction(0), 0
-    for rank, share in enumerate(shares):
-        edge += share
-        # Shares are at least one unit, so rounding half up keeps the edges apart and below the last one.
+    for rank, amount in enumerate(amounts):
+        edge += amount
+        # Amounts are at least one unit, so rounding half up keeps the edges apart and below the last one.
         stop = total if rank == num_ranks - 1 else floor(edge + Fraction(1, 2)) * alignment
         spans.append(Span(start, stop))
         start = stop
@@ -175,20 +192,28 @@ def alignment_for(total: int, num_ranks: int) -> int:
     return alignment
 
 
-def _near_equal(total: int, parts: int) -> list[Span]:
-    """Contiguous spans whose sizes differ by at most one, the larger ones first."""
-    size, larger = divmod(total, parts)
-    edges = [part * size + min(part, larger) for part in range(parts + 1)]
+def _in_proportion(total: int, shares: Sequence[int]) -> list[Span]:
+    """Contiguous spans of at least one each, whose sizes stand to each other as `shares`, as nearly as can be.
+
+    One after the other goes to whoever has least for its share (D'Hondt's rule), to the earlier one among equals:
+    with equal shares sizes differ by at most one, the larger ones first.
+    """
+    sizes = [1] * len(shares)
+    for _ in range(total - len(shares)):
+        sizes[min(range(len(shares)), key=lambda part: Fraction(sizes[part] + 1, shares[part]))] += 1
+    edges = [0, *accumulate(sizes)]
     return [Span(start, stop) for start, stop in pairwise(edges)]
 
 
-def _fill_level(total: Fraction, burdens: Sequence[Fraction]) -> list[Fraction]:
-    """Pour `total` over ranks that already carry `burdens`, as water finds its level; at least 1 for each."""
+def _fill_level(total: Fraction, burdens: Sequence[Fraction], shares: Sequence[int]) -> list[Fraction]:
+    """Pour `total` over ranks that already carry `burdens`, as water finds its level in vessels as wide as their
+    `shares`; at least 1 for each."""
     spare = total - len(burdens)
-    by_burden = sorted(range(len(burdens)), key=lambda rank: burdens[rank])
+    by_height = sorted(range(len(burdens)), key=lambda rank: burdens[rank] / shares[rank])
     level = Fraction(0)
     for count in range(1, len(burdens) + 1):
-        level = (spare + sum(burdens[rank] for rank in by_burden[:count])) / count
-        if count == len(burdens) or level <= burdens[by_burden[count]]:
+        reached = by_height[:count]
+        level = (spare + sum(burdens[rank] for rank in reached)) / sum(shares[rank] for rank in reached)
+        if count == len(burdens) or level <= burdens[by_height[count]] / shares[by_height[count]]:
             break
-    return [1 + max(Fraction(0), level - burden) for burden in burdens]
+    return [1 + max(Fraction(0), level * share - burden) for burden, share in zip(burdens, shares, strict=True)]

@@ -29,7 +29,7 @@ class Gpt2(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
         super().__init__()
         rank = placement.group.rank
-        partition = partition_model(spec, placement.group.size)
+        partition = partition_model(spec, placement.group.size, placement.shard_weights)
         vocabulary = partition.vocabulary[rank]
         self.num_layers = spec.num_layers
         self.num_local_query_heads = partition.query_heads[rank].size
@@ -38,6 +38,7 @@ class Gpt2(nn.Module):
         self.vocab_size = spec.vocab_size
         self.local_vocab_start = vocabulary.start
         self.local_vocab_size = vocabulary.size
+        self.has_static_shapes = True
         self.layout = gpt2_layout(spec, partition)
 
         self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)

@@ -13,3 +13,4 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool = True  # equal bits for a row in any batch
+    shard_weights: tuple[int, ...] = ()  # how the ranks' shards stand to each other; empty: equal

@@ -34,6 +34,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     batch_invariant: bool = True,
+    shard_weights: tuple[int, ...] = (),
     on_progress: Progress | None = None,
 ) -> Model:
     """The shard of `group.rank`, filled and ready to run.
@@ -42,7 +43,7 @@ def load_model(
     """
     spec, checkpoint = open_checkpoint(path)
     with closing(checkpoint):
-        model = build_model(spec, Placement(group, device, dtype, batch_invariant))
+        model = build_model(spec, Placement(group, device, dtype, batch_invariant, shard_weights))
         fill(model, checkpoint, rank=group.rank, device=device, dtype=dtype, on_progress=on_progress)
     model.prepare()
     return model

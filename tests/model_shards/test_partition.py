@@ -111,6 +111,51 @@ def test_smollm2_ranks_hold_nearly_equal_weights(ranks: int) -> None:
     assert max(weights) < 1.05 * min(weights)
 
 
+@pytest.mark.parametrize("shares", [(2, 1), (1, 2), (3, 1), (1, 1, 2), (4, 2, 1, 1), (1, 3, 1, 3)])
+def test_unequal_ranks_hold_weights_as_they_were_told(shares: tuple[int, ...]) -> None:
+    layout = decoder_layout(SMOLLM2, partition_model(SMOLLM2, len(shares), shares))
+    weights = [sum(parameter.local_size(rank) for parameter in layout.values()) for rank in range(len(shares))]
+    for weight, share in zip(weights, shares, strict=True):
+        assert weight / sum(weights) == pytest.approx(share / sum(shares), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "shares", "query", "kv"),
+    [
+        (9, 3, (2, 1), [6, 3], [2, 1]),
+        (9, 3, (1, 2), [3, 6], [1, 2]),
+        (8, 8, (5, 3), [5, 3], [5, 3]),
+        (8, 2, (100, 1), [4, 4], [1, 1]),  # a rank has at least one group, or a part of one
+        (6, 1, (2, 1), [4, 2], [1, 1]),
+        (8, 2, (3, 1, 1, 1), [3, 1, 2, 2], [1, 1, 1, 1]),
+    ],
+)
+def test_heads_go_by_shares(
+    query_heads: int, kv_heads: int, shares: tuple[int, ...], query: list[int], kv: list[int]
+) -> None:
+    cut = cut_heads(query_heads, kv_heads, len(shares), shares)
+    assert (sizes(cut[0]), sizes(cut[1])) == (query, kv)
+
+
+@settings(deadline=None)
+@given(kv=st.integers(1, 12), ratio=st.integers(1, 8), data=st.data())
+def test_heads_by_shares_are_covered_at_one_ratio_a_rank(kv: int, ratio: int, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, kv * ratio))
+    shares = data.draw(st.lists(st.integers(1, 1000), min_size=ranks, max_size=ranks))
+    query_heads, kv_heads = cut_heads(kv * ratio, kv, ranks, shares)
+    assert_contiguous(query_heads, kv * ratio)
+    for query, groups in zip(query_heads, kv_heads, strict=True):
+        assert groups.size == 1 or query.size == ratio * groups.size
+        assert groups.start * ratio <= query.start
+        assert query.stop <= groups.stop * ratio
+
+
+@pytest.mark.parametrize("shares", [(2,), (2, 0), (1, 1, 1)])
+def test_shares_that_fit_no_ranks_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(PartitionError, match=r"are not 2 positive numbers, one a rank"):
+        partition_model(SMOLLM2, 2, shares)
+
+
 def test_an_odd_vocabulary_is_cut_in_rank_order() -> None:
     assert cut_balanced(1003, [Fraction(0)] * 2, "ids") == (Span(0, 496), Span(496, 1003))
 

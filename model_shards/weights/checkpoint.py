@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from model_shards.partition import Span
+from model_shards.weights.names import StoredTensor
 
 
 class Checkpoint(Protocol):
@@ -21,6 +22,8 @@ class Checkpoint(Protocol):
         ...
 
     def file_of(self, tensor: str) -> Path: ...
+
+    def place_of(self, tensor: str) -> StoredTensor: ...
 
     def shape_of(self, tensor: str) -> tuple[int, ...]: ...
 

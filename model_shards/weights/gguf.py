@@ -14,11 +14,10 @@ from torch import Tensor
 from model_shards.errors import CheckpointError
 from model_shards.partition import Span
 from model_shards.weights.gguf_blocks import decode_blocks
-from model_shards.weights.gguf_header import GgufHeader, GgufTensor
-from model_shards.weights.names import gguf_name
+from model_shards.weights.gguf_header import NO_WEIGHTS, GgufHeader, GgufTensor
+from model_shards.weights.names import StoredTensor, gguf_name
 
 _INTERLEAVING_ARCHITECTURES = ("llama",)
-_READ_WITH_THE_SPEC = ("rope_freqs.weight",)
 _INTERLEAVED = (".attention.query.", ".attention.key.")
 
 
@@ -41,11 +40,15 @@ class GgufCheckpoint:
             if name not in self._header.tensors:
                 raise CheckpointError(f"{self._path}: has no tensor {name!r} ({tensor})")
         for name in self._header.tensors:
-            if name not in expected and name not in _READ_WITH_THE_SPEC:
+            if name not in expected and name not in NO_WEIGHTS:
                 raise CheckpointError(f"{self._path}: tensor {name!r} has no place in this architecture")
 
     def file_of(self, tensor: str) -> Path:
         return self._path
+
+    def place_of(self, tensor: str) -> StoredTensor:
+        is_interleaved = self._interleaves and any(name in tensor for name in _INTERLEAVED)
+        return StoredTensor(gguf_name(tensor), interleaved=self._head_dim if is_interleaved else 0)
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         return self._tensor(tensor).shape
@@ -54,8 +57,8 @@ class GgufCheckpoint:
         info = self._tensor(tensor)
         rows, columns = spans if len(spans) == 2 else (Span(0, 1), spans[0])
         part = self._read_block_range(info, rows, columns)
-        if self._interleaves and any(name in tensor for name in _INTERLEAVED):
-            return _separate_halves(part.view(-1) if len(spans) == 1 else part, self._head_dim)
+        if head_dim := self.place_of(tensor).interleaved:
+            return _separate_halves(part.view(-1) if len(spans) == 1 else part, head_dim)
         return part.view(-1) if len(spans) == 1 else part
 
     def close(self) -> None:

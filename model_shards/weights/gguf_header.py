@@ -37,6 +37,7 @@ _SCALARS: Mapping[int, struct.Struct] = {
         12: "d",
     }.items()
 }
+NO_WEIGHTS = ("rope_freqs.weight",)  # tensors that say how to compute, and belong to the spec
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _MAX_DIMENSIONS = 4

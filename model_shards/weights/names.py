@@ -82,6 +82,7 @@ class StoredTensor:
     transposed: bool = False  # a matrix is stored [in, out]
     part: int = 0  # along the canonical tensor's first axis
     num_parts: int = 1
+    interleaved: int = 0  # head size, where the rows of a head lie in pairs of the rotation, 0 where they do not
 
 
 def hugging_face_tensor(tensor: str, architecture: Architecture) -> StoredTensor:

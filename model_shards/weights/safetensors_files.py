@@ -16,10 +16,8 @@ from model_shards.errors import CheckpointError
 from model_shards.partition import Span
 from model_shards.spec import Architecture
 from model_shards.weights.names import StoredTensor, hugging_face_tensor
-from model_shards.weights.safetensors_index import find_tensors
+from model_shards.weights.safetensors_index import find_tensors, is_derived
 
-# Old exports hold them; they follow from the config: rotary frequencies, and GPT-2's causal mask.
-_DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _BASE_MODEL = "transformer."  # what GPT-2's own first files leave away
 
 
@@ -35,23 +33,27 @@ class SafetensorsCheckpoint:
         self._exit = ExitStack()
 
     def check(self, tensors: Collection[str]) -> None:
-        expected = {self._stored(tensor).name for tensor in tensors}
+        expected = {self.place_of(tensor).name for tensor in tensors}
         for name in expected - self._files.keys():
             raise CheckpointError(f"{self._folder}: has no tensor {name!r}")
         for name in self._files.keys() - expected:
-            if not name.endswith(_DERIVED_SUFFIXES):
+            if not is_derived(name):
                 raise CheckpointError(
                     f"{self._files[name]}: tensor {name!r} has no place in the model that config.json describes"
                 )
 
     def file_of(self, tensor: str) -> Path:
-        name = self._stored(tensor).name
+        name = self.place_of(tensor).name
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: has no tensor {name!r}")
         return self._files[name]
 
+    def place_of(self, tensor: str) -> StoredTensor:
+        stored = hugging_face_tensor(tensor, self._architecture)
+        return replace(stored, name=stored.name.removeprefix(_BASE_MODEL)) if self._is_bare else stored
+
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        stored = self._stored(tensor)
+        stored = self.place_of(tensor)
         shape = tuple(self._slice(tensor).get_shape())
         shape = shape[::-1] if stored.transposed else shape
         if shape[0] % stored.num_parts:
@@ -59,7 +61,7 @@ class SafetensorsCheckpoint:
         return (shape[0] // stored.num_parts, *shape[1:])
 
     def read(self, tensor: str, spans: tuple[Span, ...]) -> Tensor:
-        stored = self._stored(tensor)
+        stored = self.place_of(tensor)
         start = stored.part * self.shape_of(tensor)[0]
         ranges = [slice(start + spans[0].start, start + spans[0].stop)]
         ranges += [slice(span.start, span.stop) for span in spans[1:]]
@@ -78,15 +80,11 @@ class SafetensorsCheckpoint:
         self._opened.clear()
         self._exit.close()
 
-    def _stored(self, tensor: str) -> StoredTensor:
-        stored = hugging_face_tensor(tensor, self._architecture)
-        return replace(stored, name=stored.name.removeprefix(_BASE_MODEL)) if self._is_bare else stored
-
     def _slice(self, tensor: str) -> Any:
         path = self.file_of(tensor)
         try:
             if path not in self._opened:
                 self._opened[path] = self._exit.enter_context(safe_open(path, framework="pt"))
-            return self._opened[path].get_slice(self._stored(tensor).name)
+            return self._opened[path].get_slice(self.place_of(tensor).name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {tensor!r}: {error}") from error

@@ -12,6 +12,8 @@ from model_shards.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Old exports hold them; they follow from the config: rotary frequencies, and GPT-2's causal mask.
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
@@ -31,6 +33,11 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 def has_weights(folder: Path) -> bool:
     return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor of the files is no weight but follows from the config."""
+    return name.endswith(_DERIVED_SUFFIXES)
 
 
 def _read_index(index: Path) -> dict[str, Path]:

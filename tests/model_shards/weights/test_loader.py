@@ -15,6 +15,7 @@ from model_shards.partition import Span
 from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.loader import fill, load_model, open_checkpoint
+from model_shards.weights.names import StoredTensor
 from tests.fakes.checkpoints import write_tiny_llama
 from tests.fakes.thread_group import ThreadGroup
 
@@ -33,6 +34,9 @@ class RecordingCheckpoint:
 
     def file_of(self, tensor: str) -> Path:
         return Path("recorded")
+
+    def place_of(self, tensor: str) -> StoredTensor:
+        return StoredTensor(tensor)
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         return self.shapes[tensor]

@@ -11,7 +11,7 @@ from typing import cast
 from model_shards.built_in import BUILT_IN, BuiltInModel, Report, cache_folder, ensure_built_in
 from model_shards.errors import ModelSourceError
 
-__all__ = ["BUILT_IN", "BuiltInModel", "resolve_model"]
+__all__ = ["BUILT_IN", "BuiltInModel", "resolve_config", "resolve_model"]
 
 _HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
@@ -26,20 +26,28 @@ def resolve_model(name: str, *, on_progress: Report | None = None) -> Path:
     A built-in name wins over a folder of that name (write `./smollm2-135m` for the folder); an existing path wins
     over a hub id. `on_progress` gets one line a call. Raises `ModelSourceError` that says what was tried.
     """
-    report = on_progress or _silent
+    return _resolve(name, on_progress or _silent, with_weights=True)
+
+
+def resolve_config(name: str, *, on_progress: Report | None = None) -> Path:
+    """As `resolve_model`, but a folder needs no weights, and of a hub id only the config is fetched."""
+    return _resolve(name, on_progress or _silent, with_weights=False)
+
+
+def _resolve(name: str, report: Report, *, with_weights: bool) -> Path:
     if name in BUILT_IN:
         return ensure_built_in(BUILT_IN[name], cache_folder(), report)
     try:
         path = Path(name).expanduser()
         if name and path.exists():
-            return _local_model(path)
+            return _local_model(path, with_weights)
     except (OSError, RuntimeError) as error:  # expanduser: no such user
         raise ModelSourceError(f"cannot read {name[:200]}: {error}") from error
     if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf"):
         looked_for = "" if path.is_absolute() else f" (looked for {path.absolute()})"
         raise ModelSourceError(f"no such file or folder: {path}{looked_for}")
     if hub_id := _HUB_ID.fullmatch(name):
-        return _hub_model(hub_id["repository"], hub_id["revision"], report)
+        return _hub_model(hub_id["repository"], hub_id["revision"], report, with_weights)
     raise ModelSourceError(
         f"unknown model {name!r}: no file or folder here has that name, and it is not a hub id. "
         f"A model is {_FORMS} ({', '.join(BUILT_IN)})"
@@ -50,9 +58,9 @@ def _silent(line: str) -> None:
     """The caller did not ask for progress."""
 
 
-def _local_model(path: Path) -> Path:
+def _local_model(path: Path, with_weights: bool) -> Path:
     if path.is_dir():
-        return _checked_folder(path)
+        return _checked_folder(path, with_weights)
     with path.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
@@ -60,9 +68,9 @@ def _local_model(path: Path) -> Path:
     return path
 
 
-def _checked_folder(folder: Path) -> Path:
+def _checked_folder(folder: Path, with_weights: bool) -> Path:
     files = sorted(file.name for file in folder.iterdir())
-    if "config.json" in files and any(name.endswith(".safetensors") for name in files):
+    if "config.json" in files and (not with_weights or any(name.endswith(".safetensors") for name in files)):
         return folder
     missing = "*.safetensors" if "config.json" in files else "config.json"
     gguf = [name for name in files if name.endswith(".gguf")]
@@ -72,7 +80,7 @@ def _checked_folder(folder: Path) -> Path:
     raise ModelSourceError(f"{folder} holds no model in Hugging Face layout: it has no {missing}{hint}")
 
 
-def _hub_model(repository: str, revision: str | None, report: Report) -> Path:
+def _hub_model(repository: str, revision: str | None, report: Report, with_weights: bool) -> Path:
     # Imported here because it costs half a second, which local and built-in models need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -83,7 +91,10 @@ def _hub_model(repository: str, revision: str | None, report: Report) -> Path:
     report(f"fetching {shown} from the hub (into its cache, unless it is there)")
     try:
         folder = snapshot_download(
-            repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEFT_OUT
+            repository,
+            revision=revision,
+            allow_patterns=_HUB_FILES if with_weights else ["config.json"],
+            ignore_patterns=_HUB_LEFT_OUT,
         )
     except failures as error:
         raise ModelSourceError(
@@ -91,7 +102,7 @@ def _hub_model(repository: str, revision: str | None, report: Report) -> Path:
             f"{type(error).__name__}: {_first_line(error)}. Private and gated models need HF_TOKEN; "
             f"HF_HUB_OFFLINE=1 uses only what is cached"
         ) from error
-    return _checked_folder(Path(folder))
+    return _checked_folder(Path(folder), with_weights)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,19 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.config import ClusterConfig
-from cluster.driver.connection import DriverConnection
 from cluster.driver.driver import Driver, GroupStarter
-from cluster.driver.handle import ServeDriverHandle
+from cluster.driver.fleet import DriverFleet
+from cluster.driver.handle import ServeDrivers
+from cluster.driver.lifeline import LifelineServer
 from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers
 from cluster.driver.resolution import resolve_device
+from cluster.driver.routing import ByAddress
+from cluster.driver.status import DriverCard, ServedModel
 from cluster.errors import StartupFailed, Unavailable
 from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
 from cluster.ingress.app import build_app
 from cluster.launch import start_log
+from cluster.launch.unplaced import UnplacedDrivers
 from cluster.text.chat_template import ChatMessage, load_chat_template
 from cluster.text.completer import Completer
 from cluster.text.prompts import Prompt
@@ -55,11 +59,26 @@ class DriverReplica(Driver):
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr("driver")
         super().__init__(config, _group_starter())
-        with start_log.recording() if ray.is_initialized() else nullcontext():
-            await self.start()
+        self._lifeline = LifelineServer(self.heartbeat, self.abort)
+        try:
+            lifeline = await self._lifeline.open(_own_address())
+        except OSError as error:
+            raise StartupFailed(f"the driver cannot listen for its ingresses: {error}") from error
+        try:
+            with start_log.recording() if ray.is_initialized() else nullcontext():
+                await self.start()
+        except BaseException:
+            await self._lifeline.close()
+            raise
+        self._card = DriverCard(_replica_id(), await self.describe(), lifeline)
+
+    async def introduce(self) -> DriverCard:
+        """For ingresses: who this is and how to reach it."""
+        return self._card
 
     async def __del__(self) -> None:
         """Called by Serve once the replica has drained."""
+        await self._lifeline.close()
         await self.stop()
 
 
@@ -70,39 +89,40 @@ class IngressReplica:
     async def __init__(self, config: ClusterConfig, driver: Any) -> None:  # type: ignore[misc]  # as above
         _log_to_stderr("ingress")
         self._config = config
-        handle = ServeDriverHandle(driver)
-        self._connection = DriverConnection(handle)
-        self._connection.start()
+        self._fleet = DriverFleet(ServeDrivers(driver), config.model_name, explain=_placement_explainer())
+        self._fleet.start()
         try:
             path = await asyncio.to_thread(resolve_model, config.model)
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
             template = await asyncio.to_thread(load_chat_template, Path(path))
-            await self._wait_for_driver()
-            model = await handle.describe()
+            model = await self._wait_for_driver()
         except BaseException:
-            await self._connection.close()
+            await self._fleet.close()
             raise
-        self._completer = Completer(tokenizer, template, self._connection, model.max_model_len, model.vocab_size)
+        self._completer = Completer(tokenizer, template, self._fleet, model.max_model_len, model.vocab_size)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(
             self._completer,
             self._config.model_name,
-            lambda: self._connection.unavailable_because,
+            lambda: self._fleet.unavailable_because,
             version=importlib.metadata.version("shardserve"),
         )
 
     async def __del__(self) -> None:
         """Called by Serve once the replica has drained."""
-        await self._connection.close()
+        await self._fleet.close()
 
     async def drain(self, deadline_s: float) -> bool:
         """Readiness off, nothing new, and wait for what runs. False when the deadline came first.
 
-        For whoever is about to delete the application: from then on Serve routes no heartbeat to the driver, the
-        lease runs out, and what still runs is cut.
+        For whoever is about to delete the application: new requests then get a 503 instead of Serve's own answer,
+        and what still runs at the deadline ends with an error.
         """
-        return await self._connection.drain(deadline_s)
+        finished = await self._fleet.drain(deadline_s)
+        if not finished:
+            await self._fleet.close()
+        return finished
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions | None = None
@@ -132,15 +152,14 @@ class IngressReplica:
             async for delta in deltas:
                 yield delta
 
-    async def _wait_for_driver(self) -> None:
+    async def _wait_for_driver(self) -> ServedModel:
         """Serve waits for a placement for ever and says nothing; this says why, and ends by the deadline."""
         bundles = bundles_for(self._config.tensor_parallel_size, resolve_device(self._config.device))
         deadline = time.monotonic() + self._config.start_deadline_s
         while True:
             left_s = deadline - time.monotonic()
             try:
-                await self._connection.wait_connected(max(0.0, min(_SAY_WHY_S, left_s)))
-                return
+                return await self._fleet.wait_connected(max(0.0, min(_SAY_WHY_S, left_s)))
             except Unavailable:
                 demand = describe_demand(bundles, await asyncio.to_thread(node_offers))
                 if left_s <= _SAY_WHY_S:
@@ -158,7 +177,7 @@ def build(settings: ClusterConfig | dict[str, Any]) -> Application:
     device = resolve_device(config.device)
     config = config.model_copy(update={"device": device})
     lifetime: dict[str, Any] = {
-        "num_replicas": 1,
+        "num_replicas": config.replicas,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": _UNLIMITED,
         "health_check_period_s": _HEALTH_PERIOD_S,
@@ -172,10 +191,33 @@ def build(settings: ClusterConfig | dict[str, Any]) -> Application:
         name=DRIVER,
         placement_group_bundles=bundles_for(config.tensor_parallel_size, device),
         placement_group_strategy=STRATEGY,
+        request_router_config={"request_router_class": ByAddress},
         **lifetime,
     )(DriverReplica)
     ingress = serve.deployment(name=INGRESS, **lifetime)(IngressReplica)
     return ingress.bind(config, driver.bind(config))
+
+
+def _own_address() -> str:
+    """Where other processes of the cluster reach this one; in local testing mode there are none."""
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"
+
+
+def _replica_id() -> str:
+    return str(serve.get_replica_context().replica_id.unique_id) if ray.is_initialized() else ""
+
+
+def _placement_explainer() -> Callable[[], str | None]:
+    """Says, each time, what place a driver of this application waits for."""
+    if not ray.is_initialized():
+        return lambda: None
+    unplaced = UnplacedDrivers(serve.get_replica_context().app_name)
+
+    def explain() -> str | None:
+        unplaced.look()
+        return None if unplaced.demand is None else f"no place for it yet: {unplaced.demand}"
+
+    return explain
 
 
 def _group_starter() -> GroupStarter:

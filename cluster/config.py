@@ -46,6 +46,7 @@ class ClusterConfig(BaseModel):
     model: str = Field(description="local folder, .gguf file, hub id org/name[@revision], or a built-in name")
     served_model_name: str | None = Field(None, description="the name in the API; default: from `model`")
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="ranks that hold the model together")
+    replicas: int = Field(1, ge=1, le=1024, description="copies of the model, each with its own ranks and driver")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = Field(None, ge=1, description="tokens a sequence may have; default: the model's")

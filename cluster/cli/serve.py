@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def serve(
     model: options.Model = None,
     tp: options.TensorParallel = None,
+    replicas: options.Replicas = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     host: Annotated[
@@ -58,6 +59,7 @@ def serve(
         given = {
             "model": model,
             "tensor_parallel_size": tp,
+            "replicas": replicas,
             "device": device,
             "dtype": dtype,
             "host": host,

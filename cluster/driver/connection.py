@@ -10,7 +10,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, assert_never
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 SUBMIT_DEADLINE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
-_DRAIN_POLL_S = 0.05
 _LOOKS_PER_HEARTBEAT = 4
 
 
@@ -83,6 +82,7 @@ class DriverConnection:
         self._silence = Silence(clock, limit_s=LEASE_S, look_s=self._look_s)
         self._subscriber_id = uuid.uuid4().hex
         self._lease_id: str | None = None  # None: no driver at the moment
+        self._was_connected = False
         self._inboxes: dict[str, _Inbox] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -90,12 +90,11 @@ class DriverConnection:
         self._lease_lost = asyncio.Event()
         self._status: DriverStatus | None = None
         self._cause = "the driver is starting"
-        self._draining = False
 
     @property
     def unavailable_because(self) -> str | None:
         """Why no token can be made now; None when one can."""
-        if self._draining or self._lease_id is None:
+        if self._lease_id is None:
             return self._cause
         return self._status.unavailable_because if self._status is not None else None
 
@@ -103,6 +102,16 @@ class DriverConnection:
     def status(self) -> DriverStatus | None:
         """What the driver said at its last heartbeat."""
         return self._status
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the driver holds our lease."""
+        return self._lease_id is not None
+
+    @property
+    def num_requests(self) -> int:
+        """Ours that have not ended."""
+        return len(self._inboxes)
 
     def start(self) -> None:
         loops = (self._keep_subscribed(), self._keep_lease(), self._watch_silence())
@@ -116,15 +125,6 @@ class DriverConnection:
         except TimeoutError:
             raise Unavailable(f"no driver within {deadline_s:g} s: {self._cause}") from None
 
-    async def drain(self, deadline_s: float) -> bool:
-        """Refuse what is new. True once nothing runs any more, False when the deadline came first."""
-        self._draining = True
-        self._cause = "the service is shutting down"
-        deadline = time.monotonic() + deadline_s
-        while self._inboxes and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        return not self._inboxes
-
     async def close(self) -> None:
         """End the subscription; open requests fail. Idempotent."""
         tasks = [*self._loops, *self._background]
@@ -134,9 +134,9 @@ class DriverConnection:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._disconnect("the ingress is stopping")
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """See `TokenSource.stream`."""
-        if self._draining or self._lease_id is None:
+        if self._lease_id is None:
             raise Unavailable(self._cause)
         inbox = _Inbox(request.sampling.n)
         self._inboxes[request.request_id] = inbox
@@ -238,12 +238,15 @@ class DriverConnection:
         if self._lease_id not in (None, lease_id):
             self._disconnect("the driver was replaced, or no longer holds our lease")
         self._lease_id = lease_id
+        self._was_connected = True
         self._connected.set()
 
     def _disconnect(self, cause: str) -> None:
+        """The first cause stays: that the driver is gone says less than why it went."""
+        if self._lease_id is not None or not self._was_connected:
+            self._cause = cause
         self._lease_id = None
         self._status = None
-        self._cause = cause
         self._connected.clear()
         if self._inboxes:
             logger.warning("%d open requests fail: %s", len(self._inboxes), cause)

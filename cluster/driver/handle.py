@@ -1,9 +1,9 @@
-"""A driver as an ingress sees it, and that view over a Serve handle with Ray's errors turned into ours.
+"""Drivers as an ingress sees them, and that view over a Serve handle with Ray's errors turned into ours.
 
-Knows which call is streamed and which errors mean "gone"; knows nothing of engines, text or HTTP.
+Knows which call goes which way and which errors mean "gone"; knows nothing of engines, text or HTTP.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from ray.exceptions import (
@@ -14,18 +14,21 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from cluster.driver.status import DriverStatus, ServedModel
+from cluster.driver.lifeline import Lifeline
+from cluster.driver.status import DriverCard, DriverStatus
 from cluster.errors import GenerationFailed, ShardserveError, Unavailable
 from cluster.generation import GenerationRequest
+
+_FIND_S = 3.0  # for all drivers to introduce themselves
 
 # Where a call was, or its answer, is no longer there: another try may find a successor.
 _GONE = (RayActorError, RayServeException, WorkerCrashedError, NodeDiedError, ObjectLostError)
 
 
 class DriverHandle(Protocol):
-    """The calls an ingress makes. `cluster.driver.driver.Driver` is one, in its own process."""
+    """One driver, as an ingress calls it. `cluster.driver.driver.Driver` is one, in its own process."""
 
     def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]: ...
 
@@ -35,18 +38,62 @@ class DriverHandle(Protocol):
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus: ...
 
-    async def describe(self) -> ServedModel: ...
+
+class ReachedDriver(DriverHandle, Protocol):
+    """One of several, reached across the cluster."""
+
+    async def close(self) -> None:
+        """Let go of what reaches it. Idempotent."""
+        ...
 
 
-class ServeDriverHandle:
-    """The same calls across the cluster. All raise `Unavailable` when the replica behind the handle is gone."""
+class Drivers(Protocol):
+    """All drivers of an application."""
+
+    async def find(self) -> Sequence[DriverCard]:
+        """Those that take new requests now. Raises `Unavailable` when that cannot be said."""
+        ...
+
+    def reach(self, card: DriverCard) -> ReachedDriver: ...
+
+
+class ServeDrivers:
+    """The drivers behind one Serve handle, whose deployment is routed by `cluster.driver.routing.ByAddress`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._streaming = handle.options(stream=True)
+
+    async def find(self) -> Sequence[DriverCard]:
+        """See `Drivers`. A driver that hangs hides the others for as long as Serve does not know it."""
+        try:
+            answers = await self._handle.broadcast("introduce").results_async(
+                timeout_s=_FIND_S, return_exceptions=True
+            )
+        except DeploymentUnavailableError:  # none runs
+            return []
+        except (RayError, RayServeException) as error:
+            raise as_ours(error) from None
+        except TimeoutError:
+            raise Unavailable(f"the drivers did not answer within {_FIND_S:g} s") from None
+        return [answer for answer in answers if isinstance(answer, DriverCard)]
+
+    def reach(self, card: DriverCard) -> ReachedDriver:
+        return AddressedDriver(self._handle, card)
+
+
+class AddressedDriver:
+    """One replica across the cluster. All calls raise `Unavailable` when it is gone.
+
+    What it must still hear while it drains goes over its lifeline, the rest through Serve.
+    """
+
+    def __init__(self, handle: Any, card: DriverCard) -> None:
+        self._calls = handle.options(session_id=card.address)
+        self._streams = handle.options(session_id=card.address, stream=True)
+        self._lifeline = Lifeline(card.lifeline)
 
     async def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
-        messages = self._streaming.subscribe.remote(subscriber_id)
+        messages = self._streams.subscribe.remote(subscriber_id)
         try:
             async for message in messages:
                 yield message
@@ -56,24 +103,19 @@ class ServeDriverHandle:
             messages.cancel()
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
-        await self._call(self._handle.submit, subscriber_id, request)
-
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
-        await self._call(self._handle.abort, request_id, choice)
-
-    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
-        status: DriverStatus = await self._call(self._handle.heartbeat, subscriber_id)
-        return status
-
-    async def describe(self) -> ServedModel:
-        model: ServedModel = await self._call(self._handle.describe)
-        return model
-
-    async def _call(self, method: Any, *args: object) -> Any:
         try:
-            return await method.remote(*args)
+            await self._calls.submit.remote(subscriber_id, request)
         except (RayError, RayServeException) as error:
             raise as_ours(error) from None
+
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        await self._lifeline.abort(request_id, choice)
+
+    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
+        return await self._lifeline.heartbeat(subscriber_id)
+
+    async def close(self) -> None:
+        await self._lifeline.close()
 
 
 def as_ours(error: Exception) -> ShardserveError:

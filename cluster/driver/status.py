@@ -1,4 +1,6 @@
-"""What a driver tells about itself: the model it serves and how it is. Plain data that crosses processes."""
+"""What a driver tells about itself: the model it serves, where it is and how it is. Plain data that crosses
+processes.
+"""
 
 from dataclasses import dataclass
 
@@ -12,6 +14,24 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LifelineAddress:
+    """Where a driver listens for ingresses, and the secret that it expects of them."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCard:
+    """One driver as its ingresses know it. `address` is the id of its replica."""
+
+    address: str
+    model: ServedModel
+    lifeline: LifelineAddress
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import StartupFailed
 from cluster.launch import ray_node, serving
 from cluster.launch.preflight import check_port, check_ray_choice
-from cluster.launch.processes import children_named, is_running
+from cluster.launch.processes import children_named, is_running, name_of
 from cluster.launch.progress import Progress
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
 from cluster.launch.running import note_address
@@ -73,7 +73,7 @@ class Launch:
         self._owns_serve = False
         self._is_deployed = False
         self._is_running = False
-        self._daemons: list[int] = []
+        self._daemons: dict[int, str] = {}  # pid -> what people call it
 
     def start(self, *, after_ray: Callable[[], None] = lambda: None) -> None:
         """Returns when a token has been made over HTTP. Raises `StartupFailed` or `ModelError`.
@@ -111,8 +111,9 @@ class Launch:
         search.join(_SEARCH_HEAD_START_S)
         search.raise_failure()
         self._is_connected = True
-        self.ray_address = ray_node.start_ray(self._folder.path, ranks=self.config.tensor_parallel_size)
-        self._daemons = children_named(_DAEMONS)
+        ranks = self.config.replicas * self.config.tensor_parallel_size
+        self.ray_address = ray_node.start_ray(self._folder.path, ranks=ranks)
+        self._daemons = {pid: name_of(pid) for pid in children_named(_DAEMONS)}
         note_address(self._folder.path, self.ray_address)
 
     def _ray_environment(self, folder: Path) -> dict[str, str]:
@@ -159,8 +160,8 @@ class Launch:
 
     def failure(self) -> str | None:
         """Why this launch can serve no longer, as far as this process sees it; None while it can."""
-        gone = [pid for pid in self._daemons if not is_running(pid)]
-        return f"a daemon of Ray has ended (pid {', '.join(map(str, gone))})" if gone else None
+        gone = [name for pid, name in self._daemons.items() if not is_running(pid)]
+        return f"Ray's {' and '.join(gone)} has ended, and with it this Ray" if gone else None
 
     def stop(self) -> None:
         """Drain, then end and remove everything that was started. Idempotent."""

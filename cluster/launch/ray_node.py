@@ -19,6 +19,8 @@ from cluster.launch.processes import end_processes
 
 Proxy = Literal["serve", "haproxy"]
 
+PROXY_CALLBACK = "cluster.ingress.proxy_errors.middlewares"
+
 _log = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 150 * 2**20  # tokens do not pass through the object store: Serve's own few objects do
@@ -41,6 +43,8 @@ def ray_environment(
         "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what daemons say belongs into the log files, not between our lines
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs cannot drain, and is waited for else
     }
     if proxy == "haproxy":
         settings |= _haproxy_environment(folder, stats_port, metrics_port)

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.errors import StartupFailed
 from cluster.launch import start_log
+from cluster.launch.unplaced import UnplacedDrivers
 
 _POLL_S = 0.2
 _ANSWER_S = 5.0  # for a replica to answer at all
@@ -94,11 +95,14 @@ def wait_running(name: str, *, deadline_s: float, on_line: Callable[[str], None]
     deadline = time.monotonic() + deadline_s
     application = None
     shown = 0
+    unplaced = UnplacedDrivers(name)
     while time.monotonic() < deadline:
         lines = start_log.read()
         for line in lines[shown:]:
             on_line(line)
         shown = len(lines)
+        if unplaced.look():
+            on_line(f"still waiting for a place: {unplaced.demand}")
         application = serve.status().applications.get(name)
         if application is not None:
             failure = _failure_of(application)
@@ -107,7 +111,7 @@ def wait_running(name: str, *, deadline_s: float, on_line: Callable[[str], None]
             if application.status == "RUNNING":
                 return
         time.sleep(_POLL_S)
-    state = _state_of(application) if application is not None else "not deployed yet"
+    state = unplaced.demand or (_state_of(application) if application is not None else "not deployed yet")
     raise StartupFailed(f"the application does not run after {deadline_s:g} s: {state}")
 
 
@@ -142,14 +146,14 @@ def cause_of(message: str) -> str:
 
 
 def drain(name: str, *, deadline_s: float) -> bool:
-    """Let what runs finish and nothing new begin. False when the deadline passed, or nobody answered."""
+    """Let what runs finish and nothing new begin. False when the deadline passed, or an ingress did not answer."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        answer = serve.get_app_handle(name).drain.remote(deadline_s)
-        return bool(answer.result(timeout_s=deadline_s + _ANSWER_S))
+        answers = serve.get_app_handle(name).broadcast("drain", deadline_s)
+        return all(answers.results(timeout_s=deadline_s + _ANSWER_S))
     except (RayError, RayServeException, TimeoutError):
         return False
 

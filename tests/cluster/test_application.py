@@ -25,6 +25,14 @@ def test_an_ingress_over_a_driver_that_has_a_bundle_a_rank() -> None:
         assert deployment._deployment_config.max_ongoing_requests >= 10**6
 
 
+def test_copies_are_drivers_and_ingresses_and_calls_find_their_driver() -> None:
+    ingress: Any = build({**SETTINGS, "replicas": 3})._bound_deployment
+    driver = ingress.init_args[1]._bound_deployment
+    assert (ingress.num_replicas, driver.num_replicas) == (3, 3)
+    router = driver._deployment_config.request_router_config.get_request_router_class()
+    assert router.__name__ == "ByAddress"
+
+
 def test_settings_may_be_checked_already() -> None:
     config = ClusterConfig.parse(SETTINGS)
     assert build(config)._bound_deployment.init_args[0] == config

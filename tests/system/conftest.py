@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,21 @@ import pytest
 
 from cluster.client import Client
 from cluster.engine.stats import EngineStats
+from cluster.launch.ray_node import PROXY_CALLBACK
 from tests.fakes.checkpoints import write_counter_model
 from tests.system.processes import wait_until
 
 # By default a local Ray writes a token into the user's home, and later ones then start in another way.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = PROXY_CALLBACK
+os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"
 # 15 by default: on a busy machine everything here would starve. Ray spells it in this way.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 PRINTABLE = range(32, 127)
 MODEL = "counter"
+NUM_CPUS = 4  # as Ray counts
 
 
 @dataclass
@@ -45,6 +49,17 @@ class Served:
 
     def wait_healthy(self) -> None:
         wait_until(self.is_healthy, "the application is healthy")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is done as often as an option says takes as long as that."""
+    seconds = {
+        "test_chaos": 300 + 120 * config.getoption("--kills"),
+        "test_it_may_be_killed_any_number_of_times": 400 + 30 * config.getoption("--launcher-kills"),
+    }
+    for item in items:
+        if item.name in seconds:
+            item.add_marker(pytest.mark.timeout(seconds[item.name]), append=False)
 
 
 def counted(after: str, count: int) -> str:
@@ -73,7 +88,8 @@ def application(counter_path: Path) -> Iterator[Served]:
 
     from cluster.application import DRIVER, build
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
+    # Room for a second application beside this one.
+    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
     try:
         port = free_port()
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
@@ -93,6 +109,19 @@ def application(counter_path: Path) -> Iterator[Served]:
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Shows a line at once, beside pytest's own output."""
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            terminal.write_line(line)
+
+    return say
 
 
 @pytest.fixture

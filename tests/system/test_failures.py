@@ -11,7 +11,7 @@ from ray.util.placement_group import placement_group_table
 from cluster.driver.placement import reserve
 from cluster.errors import GenerationFailed, StartupFailed, Unavailable
 from cluster.generation import FinishReason, SamplingParams
-from tests.system.conftest import MODEL, Served, counted
+from tests.system.conftest import MODEL, NUM_CPUS, Served, counted
 from tests.system.processes import all_of, kill, only, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
@@ -79,15 +79,27 @@ def test_a_killed_driver_is_a_clear_error_and_is_replaced(served: Served) -> Non
     answers_again(served)
 
 
-def test_a_killed_ingress_frees_its_requests(served: Served) -> None:
+def test_a_killed_ingress_is_a_clear_error_and_frees_its_requests(served: Served) -> None:
     aborted = served.stats().finished[FinishReason.ABORT]
     stream = OpenStream(served)
+    answers: list[httpx.Response] = []
+    body = {**LONG, "stream": False}
+    plain = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)),
+        daemon=True,
+    )
+    plain.start()
+    wait_until(lambda: served.stats().running == 2, "both run")
 
     kill(only(INGRESS))
     last = stream.end()
+    plain.join(30)
 
-    assert "[DONE]" not in last
-    wait_until(lambda: served.stats().finished[FinishReason.ABORT] == aborted + 1, "the lease has run out")
+    assert "service_unavailable" in last, last
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+    wait_until(lambda: served.stats().finished[FinishReason.ABORT] == aborted + 2, "the lease has run out")
     assert served.stats().free_blocks == served.stats().total_blocks
     answers_again(served)
 
@@ -106,7 +118,9 @@ def test_open_client_streams_get_our_own_error(served: Served) -> None:
 def test_a_placement_that_cannot_be_had_ends_by_its_deadline(served: Served) -> None:
     before = {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
 
-    with pytest.raises(StartupFailed, match=r"within 1 s: 2 bundles of 64 CPU wanted; node .* has 2 CPU"):
+    with pytest.raises(
+        StartupFailed, match=rf"within 1 s: 2 bundles of 64 CPU wanted; node .* has {NUM_CPUS} CPU"
+    ):
         reserve([{"CPU": 64}] * 2, deadline_s=1)
 
     after = {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}

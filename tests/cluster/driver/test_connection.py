@@ -10,7 +10,7 @@ import pytest
 from cluster.driver import connection as connection_module
 from cluster.driver.connection import DriverConnection
 from cluster.driver.driver import Driver
-from cluster.driver.status import DriverStatus, ServedModel
+from cluster.driver.status import DriverStatus
 from cluster.errors import Overloaded, Unavailable
 from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 from tests.cluster.driver.rig import DriverRig, count_from, scripted
@@ -69,9 +69,6 @@ class Switchboard:
         if self.deaf:
             await asyncio.sleep(60)
         return await self._here().heartbeat(subscriber_id)
-
-    async def describe(self) -> ServedModel:
-        return await self._here().describe()
 
     def _here(self) -> Driver:
         if self.driver is None:
@@ -143,7 +140,7 @@ async def test_leaving_a_stream_aborts_it(connect: Connect) -> None:
 
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
 
     await eventually(lambda: engine.stats().finished.get(FinishReason.ABORT) == 1)
     assert engine.stats().free_blocks == engine.stats().total_blocks
@@ -183,7 +180,7 @@ async def test_the_drivers_calls_do_not_belong_to_the_request(connect: Connect) 
     SERVE_REQUEST.set("a request that is about to be cancelled")
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await eventually(lambda: bool(switchboard.aborts))
 
     assert switchboard.contexts == {"submit": None, "abort": None}
@@ -226,7 +223,7 @@ async def test_too_many_waiting_is_the_drivers_refusal(connect: Connect) -> None
     with pytest.raises(Overloaded):
         await anext(connection.stream(count_from(1, 5, "refused")))
 
-    await running.aclose()  # type: ignore[attr-defined]
+    await running.aclose()
     assert await waiting == [2, 3, 4, 5, 6]
 
 
@@ -337,7 +334,7 @@ async def test_a_stall_of_our_own_fails_nothing(connect: Connect) -> None:
         await asyncio.sleep(0.02)
 
     assert connection.unavailable_because is None
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
 
 
 async def test_nothing_is_taken_after_close(connect: Connect) -> None:

@@ -1,5 +1,7 @@
 """Ray's errors as ours: what was lost may be tried again, the rest may not."""
 
+from typing import Any
+
 import pytest
 from ray.exceptions import (
     ActorDiedError,
@@ -10,10 +12,12 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from cluster.driver.handle import as_ours
+from cluster.driver.handle import ServeDrivers, as_ours
+from cluster.driver.status import DriverCard, LifelineAddress
 from cluster.errors import GenerationFailed, Overloaded, Unavailable
+from tests.cluster.driver.rig import MODEL
 
 LOST = [
     ActorDiedError(),
@@ -48,3 +52,38 @@ def test_an_error_of_ours_comes_as_it_was_raised() -> None:
 @pytest.mark.parametrize("error", [task_error(KeyError("x")), RayError("strange")])
 def test_anything_else_is_a_failure_of_the_generation(error: Exception) -> None:
     assert isinstance(as_ours(error), GenerationFailed)
+
+
+class Broadcast:
+    """A Serve handle whose replicas answer so."""
+
+    def __init__(self, *answers: object, failure: Exception | None = None) -> None:
+        self._answers = answers
+        self._failure = failure
+
+    def broadcast(self, method: str) -> "Broadcast":
+        assert method == "introduce"
+        return self
+
+    async def results_async(self, **options: Any) -> list[object]:
+        assert options["return_exceptions"]
+        assert options["timeout_s"] > 0
+        if self._failure is not None:
+            raise self._failure
+        return list(self._answers)
+
+
+async def test_drivers_are_those_that_answer() -> None:
+    card = DriverCard("a", MODEL, LifelineAddress("127.0.0.1", 1, "secret"))
+    assert await ServeDrivers(Broadcast(ActorDiedError(), card)).find() == [card]
+
+
+async def test_when_none_runs_there_is_none() -> None:
+    gone = DeploymentUnavailableError.__new__(DeploymentUnavailableError)
+    assert await ServeDrivers(Broadcast(failure=gone)).find() == []
+
+
+@pytest.mark.parametrize("failure", [TimeoutError(), ActorUnavailableError("unavailable", b"1" * 16)])
+async def test_who_runs_cannot_always_be_said(failure: Exception) -> None:
+    with pytest.raises(Unavailable):
+        await ServeDrivers(Broadcast(failure=failure)).find()

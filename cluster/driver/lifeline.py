@@ -1,0 +1,138 @@
+"""A line of their own between an ingress and a driver: heartbeats, and the end of requests.
+
+Serve sends no call to a replica that drains, and a driver that drains still needs its leases renewed and its
+aborts. One JSON array a line, answered in order, over TCP; the driver's secret reaches the ingress through Serve.
+Knows the two calls; knows nothing of Serve, leases or tokens.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from cluster.driver.status import DriverStatus, LifelineAddress
+from cluster.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+_BEAT = "beat"
+_ABORT = "abort"
+_ANSWER_S = 5.0  # for a line to be opened, and for each answer
+
+Heartbeat = Callable[[str], Awaitable[DriverStatus]]
+Abort = Callable[[str, int | None], Awaitable[None]]
+
+
+class LifelineServer:
+    """The driver's end, on its event loop. `close()` ends every line; it is idempotent."""
+
+    def __init__(self, heartbeat: Heartbeat, abort: Abort) -> None:
+        self._heartbeat = heartbeat
+        self._abort = abort
+        self._token = secrets.token_urlsafe(32)
+        self._server: asyncio.Server | None = None
+        self._lines: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str) -> LifelineAddress:
+        """Listen on a free port of `host`. Raises OSError."""
+        self._server = await asyncio.start_server(self._accept, host)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return LifelineAddress(host, port, self._token)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        lines, self._lines = self._lines, set()
+        for line in lines:
+            line.cancel()
+        await asyncio.gather(*lines, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._lines.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (OSError, ValueError, TypeError):
+            logger.warning("a line of an ingress broke off, or said what makes no sense")
+        except asyncio.CancelledError:
+            pass  # by `close`; asyncio's own callback would report it as an error
+        finally:
+            self._lines.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(_ANSWER_S):
+            greeting = (await reader.readline()).decode().strip()
+        if not hmac.compare_digest(greeting.encode(), self._token.encode()):
+            return
+        while line := await reader.readline():
+            answer = await self._answer(*json.loads(line))
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+
+    async def _answer(self, call: str, name: str, choice: int | None = None) -> list[Any]:
+        if call == _BEAT:
+            status = await self._heartbeat(name)
+            return [status.lease, status.running, status.waiting, status.unavailable_because]
+        if call == _ABORT:
+            await self._abort(name, choice)
+            return []
+        raise ValueError(f"no such call: {call}")
+
+
+class Lifeline:
+    """The ingress's end. A call opens it if it is not open, or has broken; close it when done."""
+
+    def __init__(self, address: LifelineAddress) -> None:
+        self._address = address
+        self._turn = asyncio.Lock()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
+        """Raises `Unavailable` when the driver cannot be reached, or does not answer."""
+        lease, running, waiting, unavailable_because = await self._call(_BEAT, subscriber_id)
+        return DriverStatus(lease, running, waiting, unavailable_because)
+
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Raises `Unavailable`, as above."""
+        await self._call(_ABORT, request_id, choice)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._drop()
+
+    async def _call(self, *message: object) -> list[Any]:
+        try:
+            async with asyncio.timeout(_ANSWER_S), self._turn:
+                return await self._ask(json.dumps(message).encode() + b"\n")
+        except TimeoutError:
+            raise Unavailable(f"the driver did not answer within {_ANSWER_S:g} s") from None
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"the driver cannot be reached: {error}") from None
+
+    async def _ask(self, line: bytes) -> list[Any]:
+        answered = False
+        try:
+            if self._reader is None or self._writer is None:
+                self._reader, self._writer = await asyncio.open_connection(self._address.host, self._address.port)
+                self._writer.write(self._address.token.encode() + b"\n")
+            self._writer.write(line)
+            await self._writer.drain()
+            answer: list[Any] = json.loads(await self._reader.readline())
+            answered = True
+        finally:
+            if not answered:  # what comes now would be taken for the answer to another call
+                self._drop()
+        return answer
+
+    def _drop(self) -> None:
+        writer, self._reader, self._writer = self._writer, None, None
+        if writer is not None:
+            with suppress(RuntimeError):  # its loop has gone
+                writer.close()

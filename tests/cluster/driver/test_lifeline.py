@@ -1,0 +1,121 @@
+"""The line beside Serve: heartbeats and aborts, over a real socket."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from cluster.driver import lifeline as lifeline_module
+from cluster.driver.lifeline import Lifeline, LifelineServer
+from cluster.driver.status import DriverStatus, LifelineAddress
+from cluster.errors import Unavailable
+
+STATUS = DriverStatus(lease=True, running=3, waiting=4, unavailable_because="recovering: rank 1 died")
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.aborted: list[tuple[str, int | None]] = []
+        self.beats: list[str] = []
+        self.hangs = False
+
+    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
+        self.beats.append(subscriber_id)
+        if self.hangs:
+            await asyncio.sleep(60)
+        return STATUS
+
+    async def abort(self, request_id: str, choice: int | None) -> None:
+        self.aborted.append((request_id, choice))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+async def server(driver: Driver) -> AsyncIterator[LifelineServer]:
+    server = LifelineServer(driver.heartbeat, driver.abort)
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def address(server: LifelineServer) -> LifelineAddress:
+    return await server.open("127.0.0.1")
+
+
+@pytest.fixture
+async def line(address: LifelineAddress) -> AsyncIterator[Lifeline]:
+    line = Lifeline(address)
+    yield line
+    await line.close()
+
+
+async def test_calls_and_answers(driver: Driver, line: Lifeline) -> None:
+    calls = [line.heartbeat("me"), line.abort("one"), line.heartbeat("me"), line.abort("two", 3)]
+    answers = await asyncio.gather(*calls)
+    assert [answers[0], answers[2]] == [STATUS, STATUS]
+    assert driver.beats == ["me", "me"]
+    assert driver.aborted == [("one", None), ("two", 3)]
+
+
+async def test_a_line_without_the_secret_is_not_served(driver: Driver, address: LifelineAddress) -> None:
+    stranger = Lifeline(replace(address, token="guessed"))
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await stranger.heartbeat("me")
+    await stranger.close()
+    assert driver.beats == []
+
+
+async def test_nobody_there(address: LifelineAddress, server: LifelineServer) -> None:
+    await server.close()
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await Lifeline(address).heartbeat("me")
+
+
+async def test_a_broken_line_is_opened_anew(line: Lifeline, server: LifelineServer) -> None:
+    await line.heartbeat("me")
+    for task in server._lines:
+        task.cancel()
+    with pytest.raises(Unavailable):
+        await line.heartbeat("me")
+    assert await line.heartbeat("me") == STATUS
+
+
+async def test_an_answer_that_does_not_come_ends_by_its_deadline(
+    driver: Driver, line: Lifeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.hangs = True
+    with monkeypatch.context() as patch:
+        patch.setattr(lifeline_module, "_ANSWER_S", 0.05)
+        with pytest.raises(Unavailable, match="did not answer"):
+            await line.heartbeat("me")
+    driver.hangs = False
+    assert await line.heartbeat("me") == STATUS
+
+
+async def test_a_call_given_up_does_not_leave_its_answer_to_the_next(driver: Driver, line: Lifeline) -> None:
+    driver.hangs = True
+    call = asyncio.create_task(line.heartbeat("me"))
+    while not driver.beats:
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    driver.hangs = False
+    await line.abort("one")
+    assert await line.heartbeat("me") == STATUS
+    assert driver.aborted == [("one", None)]
+
+
+@pytest.mark.parametrize("nonsense", [b"\n", b"{}\n", b'["no such call","x"]\n', b"[1,2,3,4,5]\n"])
+async def test_nonsense_ends_the_line_and_nothing_else(
+    address: LifelineAddress, line: Lifeline, nonsense: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(address.token.encode() + b"\n" + nonsense)
+    assert await reader.read() == b""
+    writer.close()
+    assert await line.heartbeat("me") == STATUS

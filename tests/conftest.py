@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests share: the real model and the reference material beside the checkout."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from model_shards.errors import ModelSourceError
 from model_shards.sources import resolve_model
 
 PROJECT = Path(__file__).resolve().parents[1]
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, which may be by anybody
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

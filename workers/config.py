@@ -19,7 +19,8 @@ class WorkerConfig:
     max_model_len: int  # tokens a sequence may have, prompt and output together
     max_num_seqs: int  # sequences in one step at the most
     max_num_batched_tokens: int  # tokens in one step at the most
-    batch_invariant: bool = True  # equal bits for a row in any batch
+    batch_invariant: bool = True  # equal bits for a row in any batch, CPU only
+    cuda_graphs: bool = True  # replay decode steps, CUDA only
     num_threads: int = 1  # intra-op threads of this rank, CPU only
     step_deadline_s: float = 60.0  # a collective or a step that takes longer is a failure
     start_deadline_s: float = 300.0  # forming the group, loading, allocating

@@ -7,7 +7,7 @@ since the control plane asks it too; the few functions that need torch load it w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,35 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     import torch
 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def visible_gpus() -> int:
+    """How many GPUs this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_gpu(device: Device) -> None:
+    """Raises `WorkerError` when this process is to compute on a GPU and sees none."""
+    if device == "cuda" and visible_gpus() == 0:
+        import torch
+
+        raise WorkerError(
+            f"device cuda: torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU in process "
+            f"{os.getpid()}; CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+        )
+
+
+def take_gpu(assigned: Sequence[object], environment: MutableMapping[str, str]) -> None:
+    """Show this process the one GPU that it was given, which is then cuda:0 to it, and no other.
+
+    Before torch looks for GPUs. Ray does the same unless it is told not to, and then ranks would share a GPU.
+    Raises `WorkerError` for another number of GPUs than one.
+    """
+    if len(assigned) != 1:
+        raise WorkerError(f"a rank on device cuda computes on one GPU; it was given {len(assigned)}")
+    environment["CUDA_VISIBLE_DEVICES"] = str(assigned[0])
 
 
 def free_memory(device: Device, *, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:

@@ -114,6 +114,16 @@ class KvCache:
         """Copy blocks into `out`, whose order is [keys and values, sequences, KV heads, blocks]."""
         return torch.index_select(self._block_rows[layer], 0, rows, out=out)
 
+    def tokens(
+        self,
+        layer: int,
+        slots: Tensor,  # [tokens] int64
+    ) -> tuple[Tensor, Tensor]:  # both [tokens, KV heads, head_dim], strided
+        """A copy of the keys and the values in these slots."""
+        by_head = self.layers[layer].view(2 * self.num_heads, -1, self.head_dim)
+        both = by_head.index_select(1, slots).view(2, self.num_heads, -1, self.head_dim)
+        return both[0].transpose(0, 1), both[1].transpose(0, 1)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> Tensor:
     """On a CPU, pages that the kernel zeroes when they are first written: `torch.zeros` would write every byte of

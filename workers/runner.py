@@ -11,16 +11,16 @@ import torch
 
 from model_shards.group import TensorParallelGroup
 from model_shards.model import ShardedModel
-from workers.attention.select import select_attention
 from workers.batch import Batch, BatchPacker
 from workers.config import WorkerConfig
-from workers.kv_cache import KvCache
+from workers.forward import ForwardPass, make_forward
 from workers.prompt_logprobs import PromptScorer
 from workers.protocol import Logprobs, SequenceId, SequenceOutput, StepPlan, StepResult, StepTimings
 from workers.sampling.adjustments import check_token_ids
 from workers.sampling.logprobs import columns
 from workers.sampling.sampler import Draw, Sampler, Samples
 from workers.sequences import SequenceMirror
+from workers.staging import Readback
 
 
 @runtime_checkable
@@ -41,24 +41,26 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, group: TensorParallelGroup, config: WorkerConfig, num_blocks: int
+        self,
+        model: ShardedModel,
+        group: TensorParallelGroup,
+        config: WorkerConfig,
+        num_blocks: int,
+        forward: ForwardPass | None = None,
     ) -> None:
-        """A collective. Raises `OutOfMemory` when the blocks do not fit."""
-        cache = KvCache(
-            model,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            dtype=config.dtype,
-            device=config.device,
-        )
+        """A collective. Raises `OutOfMemory` when the blocks do not fit. `forward` is what the device asks for,
+        unless it is given.
+        """
         self._model = model
         self._group = group
         self._timed = group if isinstance(group, TimesCollectives) else None
         self._mirror = SequenceMirror(config, num_blocks)
         self._packer = BatchPacker(config)
-        self._attention = select_attention(model, cache)
+        self._forward = make_forward(model, config, num_blocks) if forward is None else forward
+        self._readback = Readback(torch.device(config.device), config.step_deadline_s)
         self._sampler = Sampler(
             group,
+            self._readback,
             vocab_size=model.vocab_size,
             local_start=model.local_vocab_start,
             local_size=model.local_vocab_size,
@@ -80,13 +82,13 @@ class Runner:
         if not scheduled:
             return self._heartbeat(plan)
         batch = self._packer.pack(scheduled)
-        attention = self._attention.prepare(batch.attention)
+        forward = self._forward.prepare(batch)
         prepared = time.perf_counter()
 
-        hidden = self._model.forward(batch.token_ids, batch.positions, attention)
+        hidden = forward.run()
         prompt_logprobs = self._prompts.score(hidden, batch)
         sampling = batch.sampling
-        logits = self._model.local_logits(hidden[batch.sampled_rows]) if sampling else None
+        logits = self._model.local_logits(hidden[forward.sampled_rows]) if sampling else None
         forward_collectives = self._collective_seconds()
         computed = time.perf_counter()
 
@@ -105,7 +107,7 @@ class Runner:
     def _heartbeat(self, plan: StepPlan) -> StepResult:
         """Nothing to compute: show that every rank still answers."""
         started = time.perf_counter()
-        self._group.all_reduce(torch.zeros(1))
+        self._readback.fetch(self._group.all_reduce(torch.zeros(1, device=self._readback.device)))
         timings = StepTimings(collectives=time.perf_counter() - started)
         return StepResult(plan.incarnation, plan.step, timings=timings)
 

@@ -1,7 +1,7 @@
 """Groups over the network: gloo for CPU ranks on several hosts, NCCL for CUDA ranks.
 
 Each group owns its process group and its store and leaves no default group of torch.distributed behind, so several
-incarnations can follow each other in one process. NCCL is not exercised where there is no GPU.
+incarnations can follow each other in one process. Tests cover NCCL's group as far as a fake of NCCL reaches.
 
 Knows torch.distributed; knows nothing of models, plans or Ray.
 """
@@ -50,7 +50,7 @@ def join_torch_group(
             host, _, port = place.rpartition(":")
             store = dist.TCPStore(host, int(port), size, is_master=False, timeout=deadline, wait_for_workers=False)
         if kind == "nccl":
-            return NcclGroup(store, rank, size, step_deadline_s)
+            return NcclGroup(store, rank, size, deadline, step_deadline_s)
         return GlooGroup(store, rank, size, deadline, step_deadline_s, _own_address(place))
     except (RuntimeError, ValueError, OSError) as error:
         raise GroupBroken(
@@ -128,31 +128,40 @@ class GlooGroup:
 class NcclGroup:
     """Collectives between GPUs. NCCL's own order of summation is used: it is fixed for a given group and size.
 
-    Its operations are queued on the current stream: a peer's death shows when the step's result is read, or when
-    the watchdog, whose timeout is the step deadline, aborts the communicator.
+    Its operations are queued on the current stream, and may be captured in a graph. A peer's death shows in three
+    ways: whoever reads the step's result gives up at the step deadline (workers.staging); `abort`, which a stop
+    calls, makes the kernels leave; and torch's watchdog ends this process when a collective outside a graph passes
+    the step deadline. A broken group is not mended: all ranks start anew.
     """
 
     transport = "nccl"
 
-    def __init__(self, store: Any, rank: int, size: int, step_deadline_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, join_deadline: timedelta, step_deadline_s: float) -> None:
+        """Raises `ValueError` without NCCL or a GPU, `RuntimeError` when a rank does not come by the deadline."""
         self.rank = rank
         self.size = size
+        self._aborted = False
         if not dist.is_nccl_available():
             raise ValueError("this build of torch has no NCCL")
+        if not torch.cuda.is_available():
+            raise ValueError("torch sees no GPU in this process")
+        meet(store, rank, size, join_deadline)  # NCCL itself would wait for ever
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=step_deadline_s)
         self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        # Now, and not with the first collective, which may be inside a capture.
+        self._group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         self._store = store
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.contiguous()
-        self._start("all_reduce", lambda: self._group.allreduce([result], dist.AllreduceOptions()))
+        self._start("all_reduce", lambda: self._group.allreduce([result]))
         return result
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         result = tensor.new_empty((self.size, *tensor.shape))
-        source = tensor.contiguous()
-        self._start("all_gather", lambda: self._group._allgather_base(result, source, dist.AllgatherOptions()))
+        source = tensor.reshape(-1)
+        self._start("all_gather", lambda: self._group._allgather_base(result.view(-1), source))
         return result
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -164,7 +173,8 @@ class NcclGroup:
 
     def abort(self) -> None:
         group = self._group
-        if group is not None:
+        if group is not None and not self._aborted:
+            self._aborted = True
             group.abort()
 
     def close(self) -> None:
@@ -172,10 +182,18 @@ class NcclGroup:
         self._group = self._store = None
 
     def _start(self, operation: str, start: Callable[[], Any]) -> None:
+        if self._aborted:
+            raise GroupBroken(f"rank {self.rank}: {operation} over NCCL after the group was aborted")
         try:
             start().wait()  # orders the current stream after the collective; does not block this thread
         except RuntimeError as error:
             raise GroupBroken(f"rank {self.rank}: {operation} over NCCL failed: {error}") from error
+
+
+def meet(store: Any, rank: int, size: int, deadline: timedelta) -> None:
+    """Return once all ranks have come. Raises torch's `DistStoreError`, a `RuntimeError`, at the deadline."""
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{peer}" for peer in range(size)], deadline)
 
 
 def _own_address(place: str) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.device import default_dtype, free_memory, threads_per_rank, usable_cpus
+from workers.device import check_gpu, default_dtype, free_memory, take_gpu, threads_per_rank, usable_cpus
 from workers.errors import WorkerError
 
 GIB = 2**30
@@ -49,6 +49,30 @@ def test_an_unreadable_cpuinfo_means_float32(tmp_path: Path) -> None:
 
 def test_cuda_means_bfloat16(proc: Path) -> None:
     assert default_dtype("cuda", proc=proc) == "bfloat16"
+
+
+def test_a_rank_sees_the_gpu_it_was_given_and_no_other() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}  # as it is where Ray is told to leave it alone
+    take_gpu([2], environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2"}
+    take_gpu(["GPU-5a1f"], environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-5a1f"}
+
+
+@pytest.mark.parametrize("assigned", [[], [0, 1]])
+def test_a_rank_takes_one_gpu(assigned: list[int]) -> None:
+    with pytest.raises(WorkerError, match=f"computes on one GPU; it was given {len(assigned)}"):
+        take_gpu(assigned, {})
+
+
+def test_a_process_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_gpu("cpu")
+    with pytest.raises(WorkerError, match=r"device cuda: torch .* sees no GPU .* CUDA_VISIBLE_DEVICES is ''"):
+        check_gpu("cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_gpu("cuda")
 
 
 def test_free_memory_without_a_limit_is_the_hosts(proc: Path, cgroup: Path) -> None:

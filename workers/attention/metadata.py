@@ -31,3 +31,21 @@ class AttentionMetadata:
     queries: tuple[QueryRange, ...]  # one a sequence, in batch order
     num_decodes: int
     block_tables: npt.NDArray[np.int64]  # [sequences, blocks]; a short row goes on with its first block
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMetadata:
+    """One step as kernels on an accelerator read it: tensors on the device, and on the host what a launch needs.
+
+    Sequences stand in the order of `AttentionMetadata`. Nothing in here has to be read back.
+    """
+
+    slots: Tensor  # [tokens] int64: where each token's key and value go
+    starts: Tensor  # [sequences + 1] int32: the first token of each sequence, then the number of tokens
+    contexts: Tensor  # [sequences] int32: tokens of each, those of this step included
+    block_tables: Tensor  # [sequences, blocks] int32; beyond a context any block that exists
+    num_decodes: int
+    longest_query: int  # bounds; they may be higher than what is there
+    longest_context: int
+    num_prompt_keys: int = 0  # the contexts of the sequences after the decodes, added up
+    fresh_prompts: bool = False  # whether these compute all of their context in this step

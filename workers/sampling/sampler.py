@@ -20,6 +20,7 @@ from workers.sampling.distribution import FloatRow, draw
 from workers.sampling.logprobs import TokenScore, score
 from workers.sampling.randomness import uniform
 from workers.sampling.shards import VocabularyShards
+from workers.staging import Readback
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,20 @@ class Question:
 class Sampler:
     """One for each rank of a group."""
 
-    def __init__(self, group: TensorParallelGroup, *, vocab_size: int, local_start: int, local_size: int) -> None:
+    def __init__(
+        self,
+        group: TensorParallelGroup,
+        readback: Readback,
+        *,
+        vocab_size: int,
+        local_start: int,
+        local_size: int,
+    ) -> None:
         """A collective: every rank makes its sampler at once. Raises `WorkerError` on gaps or overlaps."""
         self._group = group
+        self._readback = readback
         self._shards = VocabularyShards(
-            group, vocab_size=vocab_size, local_start=local_start, local_size=local_size
+            group, readback, vocab_size=vocab_size, local_start=local_start, local_size=local_size
         )
 
     def sample(
@@ -103,7 +113,8 @@ class Sampler:
                 token_ids[place] = token_id = _choose_token(whole, draws[row])
                 if (num_top := draws[row].settings.logprobs) is not None:
                     samples.scores[row] = score(whole, token_id, num_top)
-        for row, token_id in zip(chosen, self._group.broadcast(token_ids).tolist(), strict=True):
+        agreed = self._readback.fetch(self._group.broadcast(token_ids.to(self._readback.device)))
+        for row, token_id in zip(chosen, agreed.tolist(), strict=True):
             samples.token_ids[row] = token_id
 
 

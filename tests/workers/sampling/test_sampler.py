@@ -13,9 +13,11 @@ from tests.fakes.thread_group import ThreadGroup, run_ranks
 from workers.errors import WorkerError
 from workers.protocol import Adjustments, SamplingSettings
 from workers.sampling.sampler import Draw, Question, Sampler, Samples
+from workers.staging import Readback
 
 T = TypeVar("T")
 VOCABULARY = 1003
+ON_CPU = Readback(torch.device("cpu"), deadline_s=60.0)
 SHARDS = {1: [1003], 2: [512, 491], 3: [384, 384, 235], 4: [501, 0, 1, 501]}
 
 
@@ -29,7 +31,7 @@ def on_ranks(num_ranks: int, logits: Tensor, ask: Callable[[Sampler, Tensor], T]
 
     def work(group: ThreadGroup) -> T:
         start, size = sum(sizes[: group.rank]), sizes[group.rank]
-        sampler = Sampler(group, vocab_size=VOCABULARY, local_start=start, local_size=size)
+        sampler = Sampler(group, ON_CPU, vocab_size=VOCABULARY, local_start=start, local_size=size)
         return ask(sampler, logits[:, start : start + size].contiguous())
 
     return run_ranks(num_ranks, work)
@@ -156,7 +158,7 @@ def test_padding_of_narrow_shards_is_never_drawn(num_ranks: int) -> None:
 def test_a_row_is_drawn_alike_in_any_batch() -> None:
     logits = random_logits(9)
     draws = [Draw(settings(1.0, seed=row), 10 + row) for row in range(8)] + [Draw(settings(0.0), 3)]
-    sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
+    sampler = Sampler(SingleRank(), ON_CPU, vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
     together = sampler.sample(logits, draws).token_ids
     alone = [sampler.sample(logits[row : row + 1], [draws[row]]).token_ids[0] for row in range(9)]
     backwards = sampler.sample(logits.flip(0), draws[::-1]).token_ids[::-1]
@@ -169,16 +171,16 @@ def test_position_seed_and_choice_each_change_the_draw() -> None:
         Draw(SamplingSettings(1.0, 0, 1.0, seed, choice), position)
         for seed, choice, position in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))
     ]
-    sampler = Sampler(SingleRank(), vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
+    sampler = Sampler(SingleRank(), ON_CPU, vocab_size=VOCABULARY, local_start=0, local_size=VOCABULARY)
     assert len(set(sampler.sample(logits, draws).token_ids)) == 4
 
 
 def test_no_rows_are_no_collective() -> None:
-    sampler = Sampler(SingleRank(), vocab_size=4, local_start=0, local_size=4)
+    sampler = Sampler(SingleRank(), ON_CPU, vocab_size=4, local_start=0, local_size=4)
     assert sampler.sample(torch.empty(0, 4), []).token_ids == []
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 3), (1, 4), (0, 5)])
 def test_shards_that_do_not_cover_the_vocabulary_are_refused(start: int, size: int) -> None:
     with pytest.raises(WorkerError, match="do not cover 4 ids"):
-        Sampler(SingleRank(), vocab_size=4, local_start=start, local_size=size)
+        Sampler(SingleRank(), ON_CPU, vocab_size=4, local_start=start, local_size=size)

@@ -68,6 +68,9 @@ class ClusterConfig(BaseModel):
         5, ge=0, description="restarts of lost ranks within `recovery_window_s`; one more ends the replica"
     )
     recovery_window_s: float = Field(300.0, gt=0)
+    spare: bool | None = Field(
+        None, description="a process with everything imported waits for the seat of a rank; default: on CPU"
+    )
     drain_deadline_s: float = Field(60.0, ge=0, description="running streams get this long after SIGTERM")
 
     @model_validator(mode="after")

@@ -178,6 +178,8 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
     taken.enter_context(ensure_ray(config.tensor_parallel_size))
     from cluster.driver.ray_executor import start_ray_group
 
+    if config.spare is None:
+        config = config.model_copy(update={"spare": False})  # nobody waits for a stream here
     return start_ray_group(config)
 
 

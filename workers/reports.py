@@ -58,6 +58,15 @@ class WorkerIdentity:
     hostname: str
     code: CodeIdentity
     stderr: str = ""  # path of the file that it writes to, "" when that is no file
+    import_seconds: float = 0.0  # of its start; nothing for one that had been prepared
+
+
+@dataclass(frozen=True, slots=True)
+class SpareReport:
+    """Where a process waits that has imported everything."""
+
+    pid: int
+    node_id: str
 
 
 @dataclass(frozen=True, slots=True)

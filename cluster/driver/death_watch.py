@@ -47,9 +47,9 @@ class DeathWatch:
         poll = select.poll()
         poll.register(self._closing, select.POLLIN)
         for member in self._members:
-            if member.pidfd is not None:
-                poll.register(member.pidfd, select.POLLIN)
-        far = any(member.pidfd is None for member in self._members)
+            if member.process.pidfd is not None:
+                poll.register(member.process.pidfd, select.POLLIN)
+        far = any(member.process.pidfd is None for member in self._members)
         period_ms = (_FAR_PERIOD_S if far else _NEAR_PERIOD_S) * 1000
         while self.cause is None:
             ready = {fd for fd, _ in poll.poll(period_ms)}

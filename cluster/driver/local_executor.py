@@ -5,8 +5,9 @@ Loads torch when a group is started, not before. Knows a runner and its plans; k
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
@@ -47,13 +48,15 @@ class LocalExecutor:
         except WorkerError as error:
             raise ExecutorFailed(str(error)) from error
 
-    def restart(self, cancelled: threading.Event) -> None:
+    def restart(self, cancelled: threading.Event) -> Mapping[str, float]:
+        started = time.monotonic()
         self.stop()  # its KV memory goes before the new one comes
         try:
             self._runner = self._new_runner()
         except WorkerError as error:
             raise ExecutorFailed(str(error)) from error
         self.incarnation += 1
+        return {"allocate": time.monotonic() - started}
 
     def stop(self) -> None:
         self._runner = None
@@ -64,6 +67,8 @@ def start_local_group(config: ClusterConfig) -> StartedGroup:
     """Load the whole model into this process. Raises `InvalidConfig` or `StartupFailed`."""
     if config.tensor_parallel_size != 1:
         raise InvalidConfig(f"one process holds one rank, not tensor_parallel_size {config.tensor_parallel_size}")
+    if config.spare:
+        raise InvalidConfig("spare: a rank in this process cannot be replaced by another process")
     try:
         return _start(config)
     except (ModelError, WorkerError) as error:

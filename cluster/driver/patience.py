@@ -23,7 +23,7 @@ class Patience:
         self._cancelled = cancelled
         self._clock = clock
         self._started = self._part_started = clock()
-        self._parts: list[tuple[str, float]] = []
+        self.parts: dict[str, float] = {}  # seconds, in order
 
     def spent(self) -> float:
         """Seconds so far."""
@@ -35,12 +35,9 @@ class Patience:
             raise StartupFailed("the start was cancelled")
         return max(0.0, self._deadline_s - self.spent())
 
-    def note(self, part: str) -> None:
-        """`part` has taken the time since the last note."""
+    def note(self, part: str, **within: float) -> None:
+        """`part` has taken the time since the last note, but for what is named `within` it, in seconds."""
         now = self._clock()
-        self._parts.append((part, now - self._part_started))
+        self.parts[part] = now - self._part_started - sum(within.values())
+        self.parts |= within
         self._part_started = now
-
-    def parts(self) -> str:
-        """In words, in milliseconds."""
-        return ", ".join(f"{part} {seconds * 1000:.0f}" for part, seconds in self._parts)

@@ -1,22 +1,17 @@
 """The worker actors of one group as processes: started in their seats, called together, replaced and ended.
 
-A rank on the driver's node is watched and killed through its pidfd, which answers within milliseconds and cannot
-mean another process; one on another node through Ray. Knows actors and processes; knows no plans and no models.
+Knows actors and processes; knows no plans and no models.
 """
 
-import logging
-import os
-import select
-import signal
-import time
+import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.driver.actor_process import ActorProcess, end_all
 from cluster.driver.exits import how_it_ended, last_lines
 from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, Seat
@@ -26,22 +21,22 @@ from workers.channel import WorkerEndpoint
 from workers.config import WorkerConfig
 from workers.reports import CodeIdentity, WorkerIdentity
 
-logger = logging.getLogger(__name__)
+SeatTaker = Callable[[Seat, WorkerConfig], ActorProcess | None]
 
-_REAP_WAIT_S = 2.0  # for a killed process to be gone
 _LEAVE_WAIT_S = 2.0  # for a rank to leave its loop once it is told
 _LOOK_S = 0.1  # between looks at who has died, while answers are awaited
 _LAST_LINES = 5
+_RAY_SAYS = re.compile(r"Worker exit detail: (.*?)(?: There are some|$)", re.MULTILINE)  # of one on another node
+_RUN = "WorkerActor.run"  # what `ps` shows of a rank, also of one that was a spare
 
 
 @dataclass(slots=True)
 class Rank:
-    """One worker actor. `pidfd` is set for a process of this node, once it has said who it is."""
+    """One worker actor in its seat. `identity` is set once it has said who it is."""
 
     seat: Seat
-    actor: Any
+    process: ActorProcess
     identity: WorkerIdentity | None = None
-    pidfd: int | None = None
     running: Any = None  # the ref of its `run()` call
 
     @property
@@ -57,8 +52,8 @@ class Rank:
 
     def has_died(self) -> bool:
         """Whether its process is known to have ended."""
-        if self.pidfd is not None:
-            return _is_readable(self.pidfd, 0)
+        if self.process.pidfd is not None:
+            return self.process.has_ended()
         if not self.has_left():
             return False
         try:
@@ -75,7 +70,7 @@ class Rank:
 
     def end_in_words(self) -> str | None:
         """How it ended, or left its loop; None while it runs."""
-        if self.pidfd is not None and _is_readable(self.pidfd, 0):
+        if self.process.has_ended():
             return f"{self.name} {self._death()}"
         if not self.has_left():
             return None
@@ -83,17 +78,18 @@ class Rank:
             return f"{self.name} left its loop: {ray.get(self.running, timeout=0)}"
         except RayTaskError as error:
             return f"{self.name} left its loop: {error.cause}"
-        except RayActorError:
-            return f"{self.name} has ended"
+        except RayActorError as error:
+            detail = _RAY_SAYS.search(str(error))
+            return f"{self.name} has ended" + (f": {detail[1]}" if detail is not None else "")
         except RayError as error:
             return f"{self.name} is lost: {error}"
 
     def _death(self) -> str:
-        if self.identity is None or self.pidfd is None:
+        if self.identity is None or self.process.pidfd is None:
             return "has ended"
         lines = last_lines(self.identity.stderr, _LAST_LINES)
         said = "; its last lines: " + " | ".join(lines) if lines else ""
-        return how_it_ended(self.pidfd, self.identity.pid) + said
+        return how_it_ended(self.process.pidfd, self.identity.pid) + said
 
 
 class Ranks:
@@ -127,18 +123,24 @@ class Ranks:
         """Whether all are on the driver's own."""
         return all(member.node_id == self._here for member in self._members)
 
-    def identify(self, patience: Patience, which: Collection[int] | None = None) -> None:
-        """Learn each rank's process, and that it runs our code. Raises `StartupFailed`."""
+    def identify(self, patience: Patience, which: Collection[int] | None = None) -> float:
+        """Learn each rank's process, and that it runs our code. Raises `StartupFailed`.
+
+        Returns how many seconds importing took of it.
+        """
         mine = CodeIdentity.of_this_process()
-        for identity in self.call("start", lambda actor: actor.identify.remote(), patience, which):
+        identities: list[WorkerIdentity] = self.call(
+            "start", lambda actor: actor.identify.remote(), patience, which
+        )
+        for identity in identities:
             member = self._members[identity.rank]
             member.identity = identity
             if identity.node_id == self._here:
-                with suppress(ProcessLookupError):  # gone already: the next call says so
-                    member.pidfd = os.pidfd_open(identity.pid)
+                member.process.watch(identity.pid)
             difference = mine.difference(identity.code, same_node=identity.node_id == self._here)
             if difference is not None:
                 raise StartupFailed(f"{member.name} runs other code than the driver: {difference}")
+        return max(identity.import_seconds for identity in identities)
 
     def join(self, patience: Patience) -> str:
         """A new group for one incarnation: rank 0 opens the meeting point, everybody comes. Returns what it is."""
@@ -161,7 +163,7 @@ class Ranks:
         end of `patience`.
         """
         called = [member for member in self._members if which is None or member.seat.rank in which]
-        pending = {method(member.actor): member for member in called}
+        pending = {method(member.process.actor): member for member in called}
         answers: dict[int, Any] = {}
         while pending:
             left_s = patience.left()
@@ -181,7 +183,7 @@ class Ranks:
     def run(self, endpoints: Sequence[WorkerEndpoint]) -> None:
         """Let every rank enter its loop."""
         for member, endpoint in zip(self._members, endpoints, strict=True):
-            member.running = member.actor.run.remote(endpoint)
+            member.running = member.process.actor.run.options(name=_RUN).remote(endpoint)
 
     def first_death(self) -> str | None:
         """The first rank whose process is known to have ended, in words; None while all live."""
@@ -195,21 +197,26 @@ class Ranks:
         """Tell these ranks to leave their loops. Returns those that did, within a moment."""
         called = [self._members[rank] for rank in which if self._members[rank].running is not None]
         for member in called:
-            member.actor.stop.remote()
+            member.process.actor.stop.remote()
         refs = [member.running for member in called]
         left, _ = ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_WAIT_S) if refs else ([], [])
         return {member.seat.rank for member in called if member.running in left and not member.has_died()}
 
-    def replace(self, which: Collection[int]) -> None:
-        """End these ranks, if need be, and start others in their seats."""
-        _end([self._members[rank] for rank in which])
-        for rank in which:
-            self._members[rank] = self._spawn(self._members[rank].seat)
+    def replace(self, which: Collection[int], take_spare: SeatTaker) -> int:
+        """End these ranks, if need be, and let spares take their seats, or start others. How many were spares."""
+        end_all([self._members[rank].process for rank in which])
+        num_spares = 0
+        for rank in sorted(which):
+            seat = self._members[rank].seat
+            spare = take_spare(seat, self._configs[rank])
+            num_spares += spare is not None
+            self._members[rank] = Rank(seat, spare) if spare is not None else self._spawn(seat)
+        return num_spares
 
     def end(self) -> None:
         """Kill every process, whatever it is doing; also one that is stopped and does not hear Ray."""
         members, self._members = self._members, []
-        _end(members)
+        end_all([member.process for member in members])
 
     def _spawn(self, seat: Seat) -> Rank:
         worker_actor: Any = WorkerActor  # what `ray.remote` makes of the class, Ray does not annotate
@@ -220,29 +227,7 @@ class Ranks:
             max_restarts=0,  # a rank that Ray restarts by itself cannot rejoin its group
             scheduling_strategy=self._placement.strategy(seat),
         )
-        return Rank(seat, options.remote(seat.rank, config))
-
-
-def _end(members: Sequence[Rank]) -> None:
-    for member in members:
-        with suppress(RayError):
-            ray.kill(member.actor, no_restart=True)
-        if member.pidfd is not None:
-            with suppress(ProcessLookupError):  # Ray needs a while, and forever with a process that is stopped
-                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-    deadline = time.monotonic() + _REAP_WAIT_S
-    for member in members:
-        if member.pidfd is not None:
-            if not _is_readable(member.pidfd, max(0.0, deadline - time.monotonic())):
-                logger.error("%s is still alive %g s after SIGKILL", member.name, _REAP_WAIT_S)
-            os.close(member.pidfd)
-            member.pidfd = None
-
-
-def _is_readable(fd: int, within_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(within_s * 1000))
+        return Rank(seat, ActorProcess(options.remote(seat.rank, config)))
 
 
 def _answer(member: Rank, what: str, ref: Any) -> Any:

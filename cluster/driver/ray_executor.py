@@ -7,7 +7,9 @@ Ray's actors and the step channel; carries plans and results without looking ins
 
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -18,9 +20,11 @@ from cluster.driver.driver import StartedGroup
 from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, bundles_for
 from cluster.driver.ranks import Rank, Ranks
-from cluster.driver.resolution import ModelFiles, fit, resolve_device, worker_config
+from cluster.driver.ray_spare import RaySpare
+from cluster.driver.resolution import ModelFiles, fit, keeps_spares, resolve_device, worker_config
 from cluster.driver.seating import config_by_seat
 from cluster.driver.sizing import RankMemory
+from cluster.driver.spares import Spares
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.errors import StartupFailed
 from model_shards.errors import ModelError
@@ -38,7 +42,7 @@ _FAR_DEATH_S = 0.5  # the same, of a rank on another node
 
 
 class RayExecutor:
-    """Ranks that are ready to run, one incarnation after the other. Owns ranks, placement and channel.
+    """Ranks that are ready to run, one incarnation after the other. Owns ranks, spares, placement and channel.
 
     `failure` may be asked from any thread; everything else belongs to one thread at a time.
     """
@@ -46,6 +50,7 @@ class RayExecutor:
     def __init__(
         self,
         ranks: Ranks,
+        spares: Spares,
         placement: Placement,
         capacity: Capacity,
         *,
@@ -55,12 +60,14 @@ class RayExecutor:
         self.capacity = capacity
         self.incarnation = 0
         self._ranks = ranks
+        self._spares = spares
         self._placement = placement
         self._restart_deadline_s = restart_deadline_s
         self._keep_survivors = keep_survivors
         self._last_restart_failed = False
         self._failure: str | None = None
         self._stopped = False
+        self._serves = False  # this incarnation has run a step
         self._connect()
 
     def failure(self) -> str | None:
@@ -81,24 +88,36 @@ class RayExecutor:
         if isinstance(message, StepFailure):
             logger.error("rank %d failed in step %d:\n%s", message.rank, message.step, message.traceback)
             raise self._failed(f"rank {message.rank} failed in step {message.step}: {message.message}")
+        if not self._serves:
+            self._serves = True
+            self._spares.resume()
         return message
 
-    def restart(self, cancelled: threading.Event) -> None:
-        """Ranks that outlive a peer keep their process and their weights. Nobody is trusted whose incarnation
-        ended in another way than by a death, or whose restart has failed.
+    def restart(self, cancelled: threading.Event) -> Mapping[str, float]:
+        """Ranks that outlive a peer keep their process and their weights. Nobody is trusted when it is not clear
+        whose fault the end of an incarnation was, nor after a restart that failed.
         """
         patience = Patience(self._restart_deadline_s, cancelled)
-        dead = self._ranks.dead()
-        others = set(range(len(self._ranks))) - dead
-        trusted = self._keep_survivors and dead and not self._last_restart_failed
-        survivors = self._ranks.left_by(others) if trusted else set()
-        self._disconnect()  # not before they have left: until then they may report what they suffer
+        self._spares.pause()
+        missing = self._not_to_be_kept()
+        self._disconnect()  # not before the others have left: until then they may report what they suffer
+        patience.note("stop")
         self._last_restart_failed = True
         try:
-            self._bring_back(dead | (others - survivors), patience)
+            self._bring_back(missing, patience)
         except (StartupFailed, WorkerError) as error:
             raise ExecutorFailed(str(error)) from error
         self._last_restart_failed = False
+        return patience.parts
+
+    def _not_to_be_kept(self) -> set[int]:
+        """Those who died, and those who hang: whoever does not leave its loop when told. Else everybody."""
+        everybody = set(range(len(self._ranks)))
+        if not self._keep_survivors or self._last_restart_failed:
+            return everybody
+        dead = self._ranks.dead()
+        guilty = everybody - self._ranks.left_by(everybody - dead)
+        return guilty or everybody
 
     def stop(self) -> None:
         if self._stopped:
@@ -109,6 +128,7 @@ class RayExecutor:
                 self._leave_loops()
         finally:
             self._disconnect()
+            self._spares.end()
             self._ranks.end()
             self._placement.release()
 
@@ -119,18 +139,19 @@ class RayExecutor:
         self._watch = DeathWatch(self._ranks.members)
         self._channel.watch(self._watch.fd, "a rank has ended")
         self._failure = None
+        self._serves = False
 
     def _disconnect(self) -> None:
         self._channel.close()
         self._watch.close()
 
     def _bring_back(self, missing: set[int], patience: Patience) -> None:
-        self._ranks.replace(missing)
-        patience.note("end")
-        self._ranks.identify(patience, missing)
-        patience.note("spawn")
+        num_spares = self._ranks.replace(missing, self._spares.take)
+        patience.note("replace")
+        import_s = self._ranks.identify(patience, missing)
+        patience.note("spawn", **{"import": import_s})
         self._ranks.join(patience)
-        patience.note("join")
+        patience.note("group")
         self._ranks.call("load", lambda actor: actor.load.remote(), patience, missing)
         patience.note("load")
         num_blocks = self.capacity.num_blocks
@@ -139,12 +160,12 @@ class RayExecutor:
         self.incarnation += 1
         self._connect()
         patience.note("connect")
-        logger.warning(
-            "incarnation %d has started, with %d of %d ranks new: %s ms",
+        logger.info(
+            "incarnation %d: %d of %d ranks are new, %d of them were spares",
             self.incarnation,
             len(missing),
             len(self._ranks),
-            patience.parts(),
+            num_spares,
         )
 
     def _receive(self, timeout_s: float) -> StepResult | StepFailure:
@@ -181,6 +202,7 @@ def start_ray_group(config: ClusterConfig) -> StartedGroup:
 def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     patience = Patience(config.start_deadline_s)
     device = resolve_device(config.device)
+    with_spares = keeps_spares(config, device)
     files = ModelFiles.of(config.model)
     placement = Placement.current_or_new(bundles_for(config.tensor_parallel_size, device), patience.left())
     taken.callback(placement.release)
@@ -201,8 +223,10 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     ]
     num_blocks, model = fit(config, files, worker, memory)
     ranks.call("allocate", lambda actor: actor.allocate.remote(num_blocks), patience)
+    spares = Spares(placement.seats if with_spares else (), partial(RaySpare, placement))
     executor = RayExecutor(
         ranks,
+        spares,
         placement,
         Capacity(num_blocks, config.block_size),
         restart_deadline_s=config.start_deadline_s,

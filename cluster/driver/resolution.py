@@ -44,6 +44,17 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
     return "cpu"
 
 
+def keeps_spares(config: ClusterConfig, device: Device) -> bool:
+    """Whether a spare waits for the seat of a rank that dies: on CPU, unless the user wants none.
+
+    A GPU belongs to an actor from its start, and all ranks of a CUDA group start anew. Raises `InvalidConfig`
+    when a spare is asked for there.
+    """
+    if device == "cuda" and config.spare:
+        raise InvalidConfig("spare: on cuda all ranks start anew after a death, so that no spare can help")
+    return device == "cpu" and config.spare is not False
+
+
 def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_threads: int) -> WorkerConfig:
     """Raises `InvalidConfig` when a sequence is to be longer than the model's positions."""
     limit = files.spec.max_positions

@@ -15,7 +15,9 @@ class EngineConfig:
     max_waiting_requests: int = 512  # requests not yet started; one more is refused with `Overloaded`
     max_steps_in_flight: int = 2  # 1: plan, run, update in turn; 2: plan the next step while one runs
     step_deadline_s: float = 60.0  # a step that takes longer is a failure
-    heartbeat_interval_s: float = 2.0  # an idle engine proves this often that the ranks can run a step
+    heartbeat_interval_s: float = 0.5  # an idle engine proves this often that the ranks can run a step
+    heartbeat_late_s: float = 0.75  # one that takes longer makes health false
+    heartbeat_deadline_s: float = 10.0  # and this long is a failure, even where a step may take longer
     max_recoveries: int = 5  # restarts of lost ranks in `recovery_window_s`; one more and the engine gives up
     recovery_window_s: float = 300.0
     prefix_cache: bool = True  # share the KV blocks of equal beginnings
@@ -34,6 +36,12 @@ class EngineConfig:
             raise InvalidConfig(f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}")
         if self.max_recoveries < 0:
             raise InvalidConfig(f"max_recoveries must be at least 0, not {self.max_recoveries}")
-        for name in ("step_deadline_s", "heartbeat_interval_s", "recovery_window_s"):
+        for name in (
+            "step_deadline_s",
+            "heartbeat_interval_s",
+            "heartbeat_late_s",
+            "heartbeat_deadline_s",
+            "recovery_window_s",
+        ):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be above 0, not {getattr(self, name)}")

@@ -10,6 +10,7 @@ from cluster.engine.admission import max_total_tokens
 from cluster.engine.block_pool import BlockPool
 from cluster.engine.config import EngineConfig
 from cluster.engine.executor import Executor
+from cluster.engine.outage import OutageReport
 from cluster.engine.outputs import apply_result, final_delta
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence, make_sequence
@@ -33,6 +34,7 @@ class EngineCore:
         self._requests: dict[str, dict[int, Sequence]] = {}  # live choices of live requests
         self._not_started: set[str] = set()
         self._counters = Counters()
+        self._last_outage: OutageReport | None = None
         self._next_id = 0
         self._was_idle = True
 
@@ -105,11 +107,27 @@ class EngineCore:
         self.scheduler.forget_ranks()
         self._was_idle = True
 
+    def end_suspects(self, cause: str) -> list[TokenDelta]:
+        """End the requests that kill the ranks, as far as that is known. All choices: they have one prompt."""
+        deltas: list[TokenDelta] = []
+        for suspect in self.scheduler.suspects.found():
+            error = (
+                f"the ranks failed {suspect.num_strikes} times while they computed this request, and no other "
+                f"the last times: {cause}"
+            )
+            live = self._requests.get(suspect.request_id, {})
+            deltas += self._end(list(live.values()), FinishReason.ERROR, error)
+        return deltas
+
     def resume(self) -> None:
         """The executor has a new incarnation: every live sequence goes on from its confirmed tokens."""
         assert self._executor.capacity == self._capacity, "what was accepted must still fit"
         self.scheduler.begin(self._executor.incarnation)
         self._counters.recoveries += 1
+
+    def note_outage(self, report: OutageReport) -> None:
+        """For whoever reads the stats."""
+        self._last_outage = report
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self._counters
@@ -124,6 +142,7 @@ class EngineCore:
             finished=counters.finished.copy(),
             preemptions=scheduler.num_preemptions,
             recoveries=counters.recoveries,
+            last_outage=self._last_outage,
             prompt_tokens=counters.prompt_tokens,
             prefix_cache_queries=scheduler.prefix_cache.num_queried_tokens,
             prefix_cache_hits=scheduler.prefix_cache.num_hit_tokens,
@@ -162,13 +181,19 @@ class EngineCore:
             self._counters.started_requests += num_before - len(self._not_started)
 
     def _take_result(self) -> list[TokenDelta]:
-        result = self._executor.take_result(self._config.step_deadline_s)
+        result = self._executor.take_result(self._deadline_s(self.scheduler.in_flight[0][0]))
         deltas = apply_result(self.scheduler, result)
         self._forget_finished(deltas)
         self._counters.steps += 1
         self._counters.last_step_at = self._clock()
         self._note_timings(result.timings)
         return deltas
+
+    def _deadline_s(self, plan: StepPlan) -> float:
+        """A step without rows is a collective or two, however long a prompt may take."""
+        if plan.new or plan.known:
+            return self._config.step_deadline_s
+        return min(self._config.step_deadline_s, self._config.heartbeat_deadline_s)
 
     def _note_timings(self, timings: StepTimings) -> None:
         """Keep them, unless the ranks had waited for work rather than for the driver."""

@@ -5,6 +5,7 @@ Knows plans and results; knows nothing of Ray, sockets or tensors. `cluster.driv
 """
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +45,12 @@ class Executor(Protocol):
         """The result of the oldest step not yet taken. Raises `ExecutorFailed` on death, failure or timeout."""
         ...
 
-    def restart(self, cancelled: threading.Event) -> None:
+    def restart(self, cancelled: threading.Event) -> Mapping[str, float]:
         """After a failure: end what is left of the ranks' incarnation and begin the next, which holds nothing.
 
-        May take as long as a start. Raises `ExecutorFailed` when the ranks do not come back, and soon after
-        `cancelled` is set; it may then be called again.
+        Returns where its time went: seconds by part, in order. May take as long as a start. Raises
+        `ExecutorFailed` when the ranks do not come back, and soon after `cancelled` is set; it may then be called
+        again.
         """
         ...
 

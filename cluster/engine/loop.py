@@ -15,9 +15,11 @@ from cluster.engine.admission import QueuePace, max_total_tokens
 from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Executor, ExecutorFailed
+from cluster.engine.outage import Outage
 from cluster.engine.publishing import Publish, Publisher
-from cluster.engine.recovery import Outage, RecoveryBudget, Restart
+from cluster.engine.recovery import RecoveryBudget, Restart
 from cluster.engine.stats import EngineStats
+from cluster.engine.suspects import OUT_FROM
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.generation import GenerationRequest, TokenDelta
 
@@ -61,6 +63,7 @@ class Engine:
         self._outbox: list[TokenDelta] = []  # of this turn; the thread's own
         self._budget = RecoveryBudget(config.max_recoveries, config.recovery_window_s)  # likewise
         self._outage: Outage | None = None  # set by the thread
+        self._proving_since: float | None = None  # likewise: a heartbeat is out since then
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[_Command] = []
         self._applying: list[_Command] = []  # taken by the turn that runs, and not in `_stats` yet
@@ -81,8 +84,15 @@ class Engine:
     @property
     def unavailable_because(self) -> str | None:
         """Why no token can be made now; None from the first step after a failure on."""
-        outage = self._outage
-        return self._failure or (f"recovering: {outage.cause}" if outage is not None else None)
+        outage, proving_since = self._outage, self._proving_since
+        if self._failure is not None:
+            return self._failure
+        if outage is not None and not outage.has_stepped:
+            return f"recovering: {outage.cause}"
+        late_s = 0.0 if proving_since is None else self._clock() - proving_since
+        if late_s > self._config.heartbeat_late_s:
+            return f"the ranks have not answered a heartbeat for {late_s:.1f} s"
+        return None
 
     def start(self) -> None:
         with self._wake:
@@ -186,14 +196,16 @@ class Engine:
     def _turn(self, commands: list[_Command]) -> None:
         self._apply(commands)
         if self._core.idle and not commands:
+            self._proving_since = self._clock()
             self._core.heartbeat()
         planned = self._core.plan_step()
         if commands:
             self._hand_over()  # who came and who left shows before the step is waited for
         self._outbox += self._core.finish_step(planned)
+        self._proving_since = None
         self._hand_over()
         if self._outage is not None and self._stats.steps > self._outage.num_steps:
-            self._end_outage(self._outage)
+            self._note_step_in(self._outage)
 
     def _apply(self, commands: list[_Command]) -> None:
         for command in commands:
@@ -241,17 +253,21 @@ class Engine:
             failure = restart.error
             outage.cause = str(failure)
             _log.error("the ranks did not come back: %s", failure)
-        outage.restarted_at = self._clock()
+        outage.restarted(self._clock(), restart.parts)
         self._core.resume()
 
     def _begin_outage(self, failure: ExecutorFailed) -> Outage:
-        """Or go on with the present one, when no step has run since."""
+        """Or go on with the present one, when no token has gone out since."""
         now, stats = self._clock(), self._core.stats()
         last_step_at = stats.last_step_at if stats.steps else now
-        outage = self._outage or Outage(str(failure), stats.steps, last_step_at, noticed_at=now)
-        outage.cause = str(failure)
+        outage = self._outage or Outage(str(failure), last_step_at, now, stats.generation_tokens, stats.steps)
+        outage.lose_again(str(failure), stats.steps)
         self._outage = outage
+        self._proving_since = None
         self._core.lose_ranks()
+        if ends := self._core.end_suspects(str(failure)):
+            outage.found_cause = True
+            self._outbox += ends
         self._hand_over()
         _log.error("the worker group failed, and %d sequences wait for it: %s", self._stats.waiting, failure)
         return outage
@@ -276,10 +292,19 @@ class Engine:
         with self._wake:
             self._wake.notify_all()
 
-    def _end_outage(self, outage: Outage) -> None:
-        self._budget.note_step()
-        self._outage = None
-        _log.warning("the worker group is back, %s", outage.parts(self._stats.last_step_at))
+    def _note_step_in(self, outage: Outage) -> None:
+        """From its first step on health is true again; it is over when its clients see that."""
+        if not outage.has_stepped:
+            outage.has_stepped = True
+            self._budget.note_step()
+            if outage.found_cause:
+                self._budget.give_back(OUT_FROM)
+        if self._stats.generation_tokens > outage.num_tokens or self._core.idle:
+            report = outage.report(self._stats.last_step_at)
+            _log.info("the worker group is back after %s", report)
+            self._core.note_outage(report)
+            self._outage = None
+            self._hand_over()
 
     def _give_up(self, error: Exception) -> str:
         """The engine ends. Returns what every live request is told."""

@@ -7,8 +7,7 @@ Knows an executor and time; knows nothing of requests, plans or Ray.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from cluster.engine.executor import Executor, ExecutorFailed
 
@@ -16,30 +15,6 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Outage:
-    """From the failure of the ranks to the first step after it, however many restarts lie between. Seconds."""
-
-    cause: str
-    num_steps: int  # that had run when it began
-    last_step_at: float
-    noticed_at: float
-    restarted_at: float = 0.0
-
-    def parts(self, now: float) -> str:
-        """In words, once a step has run again."""
-        whole, notice = now - self.last_step_at, self.noticed_at - self.last_step_at
-        restart, first = self.restarted_at - self.noticed_at, now - self.restarted_at
-        return (
-            f"{_ms(whole)} ms without a step: noticed after {_ms(notice)}, ranks back after {_ms(restart)}, "
-            f"first step after {_ms(first)}"
-        )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.0f}"
 
 
 class RecoveryBudget:
@@ -73,6 +48,11 @@ class RecoveryBudget:
         """A step ran: the next failure is a new one."""
         self._pause_s = 0.0
 
+    def give_back(self, count: int) -> None:
+        """The last restarts were no fault of the ranks."""
+        for _ in range(min(count, len(self._taken))):
+            self._taken.pop()
+
 
 class Restart:
     """One call of `Executor.restart`. The executor belongs to its thread until `done`."""
@@ -85,6 +65,7 @@ class Restart:
         self._thread = threading.Thread(target=self._run, name="engine-restart", daemon=True)
         self.done = False
         self.error: Exception | None = None
+        self.parts: Mapping[str, float] = {}  # where its time went, once it is done
 
     def start(self) -> None:
         self._thread.start()
@@ -100,7 +81,7 @@ class Restart:
         try:
             if self._cancelled.wait(self._pause_s):
                 raise ExecutorFailed("the restart was cancelled")
-            self._executor.restart(self._cancelled)
+            self.parts = self._executor.restart(self._cancelled)
         except Exception as error:  # handed to the engine's thread, which decides
             self.error = error
         finally:

@@ -17,6 +17,7 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.plan_attempt import PlanAttempt
 from cluster.engine.prefix_cache import PrefixCache
 from cluster.engine.sequence import Sequence, SequenceState
+from cluster.engine.suspects import Suspects
 from cluster.generation import FinishReason
 from workers.protocol import KnownSequence, SequenceId, StepPlan
 
@@ -37,6 +38,7 @@ class Scheduler:
         self._next_step = 0
         self._ended: list[SequenceId] = []  # the ranks still hold these; the next plan tells them
         self.prefix_cache = PrefixCache(pool, config.prefix_cache)
+        self.suspects = Suspects()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []  # by the last plan
@@ -68,6 +70,7 @@ class Scheduler:
         """The ranks are lost, and with them all KV and whatever was in flight: every live sequence waits, in order
         of arrival, to go on from its confirmed tokens. Nothing can be planned before `begin`.
         """
+        self.suspects.strike((plan for plan, _ in self.in_flight), self.running)
         while self.running:
             self._put_back(self.running[-1])
         for sequence in self.waiting:
@@ -184,6 +187,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_pending_tokens or (ahead_of is not None and sequence.order > ahead_of.order):
                 return  # a preempted one comes back when the token it still awaits is known
+            if not self.suspects.may_start(self.running):
+                return
             found = self.prefix_cache.find(sequence)
             if not self._fits(sequence, found) or self.prefix_cache.is_coming(sequence, len(found)):
                 return

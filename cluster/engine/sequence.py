@@ -54,6 +54,9 @@ class Sequence:
     num_cached_tokens: int = 0  # found in the prefix cache when it first started
     texts: list[BlockText] = field(default_factory=list, repr=False)  # `PrefixCache`'s: a root, then one a block
     num_kept_blocks: int = 0  # `PrefixCache`'s: so many of `blocks` were found in it or offered to it
+    num_tokens_at_start: int = 0  # when it came into its present state
+    num_strikes: int = 0  # `Suspects`': failures of the ranks since its last token that may be its fault
+    suspected: range = range(0)  # likewise: positions that were on their way in all of them
     finish_reason: FinishReason | None = None
     decode_row: KnownSequence = field(init=False)  # what most plans say of it, made once
     order: tuple[int, int] = field(init=False)
@@ -80,6 +83,11 @@ class Sequence:
         return self.num_output_tokens > 0
 
     @property
+    def has_gained(self) -> bool:
+        """Whether a token has been confirmed since it came into its present state."""
+        return len(self.token_ids) > self.num_tokens_at_start
+
+    @property
     def reads_cache(self) -> bool:
         """Not while log-probabilities of its prompt are wanted: what is not computed has no logits."""
         return self.prompt_logprobs is None
@@ -87,6 +95,7 @@ class Sequence:
     def become(self, state: SequenceState) -> None:
         assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id}: {self.state} -> {state}"
         self.state = state
+        self.num_tokens_at_start = len(self.token_ids)
 
     def advance(self, num_tokens: int) -> bool:
         """Count `num_tokens` as computed by a plan. Whether that plan's step samples a token for it."""
@@ -102,6 +111,7 @@ class Sequence:
         Tokens after the one that ends it are dropped. A stop token at the very limit is a stop.
         """
         self.num_pending_tokens -= 1
+        self.num_strikes = 0
         for position, token in enumerate(token_ids):
             self.token_ids.append(token)
             if token in self.stop_token_ids and self.num_output_tokens > self.min_tokens:

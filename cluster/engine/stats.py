@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cluster.engine.outage import OutageReport
 from cluster.generation import FinishReason, TokenDelta
 from workers.protocol import StepTimings
 
@@ -31,6 +32,7 @@ class EngineStats:
     finished: Mapping[FinishReason, int] = field(default_factory=dict)
     preemptions: int = 0
     recoveries: int = 0  # times the ranks were lost and came back
+    last_outage: OutageReport | None = None  # the last one that is over
     prompt_tokens: int = 0  # of requests received, once each
     prefix_cache_queries: int = 0  # prompt tokens of sequences that started and may read the prefix cache
     prefix_cache_hits: int = 0  # of these, tokens found in it

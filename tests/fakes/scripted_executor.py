@@ -8,7 +8,7 @@ function; by default it counts, next token = last token + 1, so a lost or repeat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.engine.executor import Capacity, ExecutorFailed
@@ -131,7 +131,7 @@ class ScriptedExecutor:
             self.executed.append(plan)
         return StepResult(plan.incarnation, plan.step, self._run(plan), StepTimings(forward=1.0))
 
-    def restart(self, cancelled: threading.Event) -> None:
+    def restart(self, cancelled: threading.Event) -> Mapping[str, float]:
         _demand(not self.stopped, "the executor has been stopped")
         self.num_restarts += 1
         while not self.may_restart.wait(0.001):
@@ -148,6 +148,7 @@ class ScriptedExecutor:
         self._holders.clear()
         self._slots.clear()
         self.num_submitted = 0
+        return {"script": 0.0}
 
     def stop(self) -> None:
         self.stopped = True

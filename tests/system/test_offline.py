@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,24 @@ before = ours()
 with LLM(sys.argv[1], tp=2, device="cpu", dtype="float32", kv_cache_memory="16MiB") as llm:
     print(llm.generate("a", SamplingParams(max_tokens=3, temperature=0))[0].choices[0].text)
 assert ours() == before
+"""
+
+_DEADLY_SCRIPT = """
+import os, sys
+from pathlib import Path
+from shardserve import LLM, SamplingParams
+from tests.system.processes import all_of, kill
+settings = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_recoveries": 0}
+with LLM(sys.argv[1], tp=2, **settings) as llm:
+    deltas = llm.stream("a", SamplingParams(max_tokens=3000, temperature=0))
+    next(deltas)
+    for pid in all_of("ray::WorkerActor.run"):
+        if "[rank 0]" in Path(f"/proc/{pid}/fd/2").read_text():
+            kill(pid)
+    try:
+        list(deltas)
+    except Exception as error:
+        print(error)
 """
 
 
@@ -58,3 +77,13 @@ def test_a_batch_file_is_answered_by_two_ranks(counter: str, tmp_path: Path) -> 
     assert ended.returncode == 0, ended.stderr
     answer = json.loads((tmp_path / "out").read_text())
     assert answer["response"]["body"]["choices"][0]["text"] == "bcd"
+
+
+def test_ranks_that_are_given_up_are_named_with_their_end_and_their_last_words(counter: str) -> None:
+    ended = _python("-c", _DEADLY_SCRIPT, counter)
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(
+        r"the worker group failed: rank 0 \(pid \d+ on [\d.]+\) was ended by SIGKILL; its last lines: "
+        r".*collectives through shared memory.* \(restarts are off\)",
+        ended.stdout.strip(),
+    )

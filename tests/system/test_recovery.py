@@ -12,11 +12,13 @@ import pytest
 
 from cluster.generation import SamplingParams
 from tests.system.conftest import MODEL, Served, counted
-from tests.system.processes import all_of, kill, wait_until
+from tests.system.processes import all_of, kill, title, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
 
-RANK = "ray::WorkerActor"
+RANK = "ray::WorkerActor.run"  # one that runs, wherever it comes from
+NEW_RANK = "ray::WorkerActor"  # the same, and one that only starts
+SPARE = "ray::SpareActor"
 TOKENS = 500
 ANSWER = counted("c", TOKENS)
 
@@ -104,38 +106,51 @@ def disturbed(served: Served) -> Iterator[list[int]]:
     assert len(all_of(RANK)) == 2
 
 
+def ready_spare() -> int:
+    """The process that waits for a seat, once it has imported everything."""
+    wait_until(lambda: [title(pid) for pid in all_of(SPARE)] == [SPARE], "a spare is ready")
+    return all_of(SPARE)[0]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_is_killed(served: Served, rank: int) -> None:
+def test_a_spare_takes_the_seat_of_a_killed_rank(served: Served, rank: int) -> None:
+    spare = ready_spare()
     with disturbed(served) as ranks:
         kill(ranks[rank])
-    assert ranks[1 - rank] in all_of(RANK), "the other keeps its process and its weights"
-    assert ranks[rank] not in all_of(RANK)
+    assert set(all_of(RANK)) == {ranks[1 - rank], spare}, "the other keeps its process and its weights"
+    assert ready_spare() != spare
 
 
 def test_both_ranks_are_killed_at_once(served: Served) -> None:
+    spare = ready_spare()
     with disturbed(served) as ranks:
         for pid in ranks:
             kill(pid)
     assert not set(ranks) & set(all_of(RANK))
+    assert spare in all_of(RANK)
 
 
-def test_the_next_rank_is_killed_while_it_starts(served: Served) -> None:
+def test_a_dead_spare_disturbs_nobody_and_the_next_rank_is_killed_while_it_starts(served: Served) -> None:
     with disturbed(served) as ranks:
+        for pid in all_of(SPARE):
+            kill(pid)
         kill(ranks[1])
-        wait_until(lambda: bool(set(all_of(RANK)) - set(ranks)), "a new one has come")
-        kill((set(all_of(RANK)) - set(ranks)).pop())
+        wait_until(lambda: bool(set(all_of(NEW_RANK)) - set(ranks)), "a new one has come")
+        kill((set(all_of(NEW_RANK)) - set(ranks)).pop())
 
 
 def test_a_rank_that_hangs_is_replaced_by_the_step_deadline(served: Served) -> None:
     with disturbed(served) as ranks:
         os.kill(ranks[0], signal.SIGSTOP)
     assert ranks[0] not in all_of(RANK), "a stopped process must not be left behind"
+    assert ranks[1] in all_of(RANK), "who left its loop when told did not hang"
 
 
-def test_a_rank_is_killed_while_idle(served: Served) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_dies_or_hangs_while_idle(served: Served, end: signal.Signals) -> None:
     recoveries = served.stats().recoveries
 
-    kill(all_of(RANK)[0])
+    os.kill(all_of(RANK)[0], end)
     wait_until(lambda: not served.is_healthy(), "health is off", deadline_s=10)
     wait_until(lambda: served.stats().recoveries == recoveries + 1, "the ranks are back")
 

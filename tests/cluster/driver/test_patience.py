@@ -14,8 +14,8 @@ def test_parts_share_a_deadline_and_are_told_apart() -> None:
     now = 103.0
     patience.note("spawn")
     now = 107.5
-    patience.note("load")
-    assert patience.parts() == "spawn 3000, load 4500"
+    patience.note("group", load=3.5)
+    assert list(patience.parts.items()) == [("spawn", 3.0), ("group", 1.0), ("load", 3.5)]
     assert (patience.spent(), patience.left()) == (7.5, 2.5)
     now = 200.0
     assert patience.left() == 0.0

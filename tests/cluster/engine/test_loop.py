@@ -15,7 +15,7 @@ from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.generation import FinishReason, TokenDelta
 from tests.cluster.engine.rig import Key, counted, make_request
 from tests.fakes.scripted_executor import ScriptedExecutor
-from workers.protocol import SamplingSettings
+from workers.protocol import SamplingSettings, StepResult
 
 _PATIENCE_S = 20.0
 
@@ -265,6 +265,50 @@ def test_an_idle_engine_proves_that_the_ranks_live(depth: int) -> None:
         assert "died in step 3" in (engine.failure or "")
         assert engine.stats().steps == 3
     assert all(not plan.new and not plan.known for plan in executor.executed)
+
+
+class Held(ScriptedExecutor):
+    """Results are held back while `open` is clear; `deadlines` are those that the engine gave."""
+
+    def __init__(self) -> None:
+        super().__init__(Capacity(100, 4), verify=False)
+        self.open = threading.Event()
+        self.deadlines: list[float] = []
+
+    def take_result(self, timeout_s: float) -> StepResult:
+        self.deadlines.append(timeout_s)
+        assert self.open.wait(_PATIENCE_S)
+        return super().take_result(timeout_s)
+
+
+def test_a_late_heartbeat_makes_health_false_long_before_it_is_a_failure(depth: int) -> None:
+    executor, now = Held(), [100.0]
+    config = EngineConfig(max_model_len=100, max_steps_in_flight=depth, heartbeat_interval_s=0.001)
+    engine = Engine(executor, config, Inbox(), clock=lambda: now[0])
+    engine.start()
+    try:
+        wait_until(lambda: bool(executor.deadlines))
+        health = []
+        for _ in range(2):
+            now[0] += 0.4
+            health.append(engine.unavailable_because)
+        assert health == [None, "the ranks have not answered a heartbeat for 0.8 s"]
+        executor.open.set()
+        wait_until(lambda: engine.unavailable_because is None)
+    finally:
+        engine.stop()
+
+
+def test_a_heartbeat_has_a_deadline_of_its_own(depth: int) -> None:
+    executor, inbox = Held(), Inbox()
+    executor.open.set()
+    with running(executor, inbox, depth=depth, step_deadline_s=500.0) as engine:
+        engine.prove()
+        wait_until(lambda: engine.stats().steps == 1)
+        engine.submit(make_request("r", 3, 1))
+        inbox.wait_for_end(("r", 0))
+        wait_until(lambda: engine.stats().steps == 3)
+    assert executor.deadlines == [10.0, 500.0, 10.0]
 
 
 def test_drain_lets_running_requests_finish_and_refuses_new_ones(depth: int) -> None:

@@ -1,7 +1,7 @@
 """The ranks die, at any step, again and again, and while they come back: every output is the undisturbed one."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -188,13 +188,28 @@ def test_ranks_that_die_of_every_step_are_given_up(depth: int) -> None:
     with running(executor, inbox, depth=depth, max_recoveries=4) as engine:
         engine.submit(make_request("r", 3, 100))
         inbox.wait_for_end(("r", 0))
+        wait_until(lambda: engine.failure is not None)
         assert "after 4 restarts" in (engine.failure or "")
     assert executor.incarnation == 4
 
 
+def test_stats_tell_of_the_last_outage_once_its_clients_go_on(depth: int) -> None:
+    inbox, executor = Inbox(), scripted(die_at_step=7, next_deaths=[0, None], failing_restarts=1)
+    with running(executor, inbox, depth=depth, max_recoveries=10) as engine:
+        assert engine.stats().last_outage is None
+        engine.submit(make_request("r", 40, 20))
+        inbox.wait_for_end(("r", 0))
+        report = engine.stats().last_outage
+        assert report is not None
+        assert report.cause == "scripted: a rank died in step 0"
+        assert [name for name, _ in report.parts] == ["notice", "earlier tries", "script", "replay"]
+        assert report.seconds == pytest.approx(sum(seconds for _, seconds in report.parts))
+    assert executor.num_restarts == 3
+
+
 def test_a_bug_in_a_restart_is_not_tried_again(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ScriptedExecutor):
-        def restart(self, cancelled: threading.Event) -> None:
+        def restart(self, cancelled: threading.Event) -> Mapping[str, float]:
             raise ZeroDivisionError("a bug")
 
     inbox, executor = Inbox(), Broken(scripted().capacity, verify=False, die_at_step=2)

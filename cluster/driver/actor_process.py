@@ -1,0 +1,73 @@
+"""One actor as a process: seen to end, and made to end.
+
+A process of this node is watched and killed through its pidfd, which answers within milliseconds and cannot mean
+another process; one on another node through Ray. Knows actors and processes; knows nothing of what they do.
+"""
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+logger = logging.getLogger(__name__)
+
+_REAP_WAIT_S = 2.0  # for a killed process to be gone
+
+
+@dataclass(slots=True)
+class ActorProcess:
+    """`pidfd` is set once a pid of this node is known."""
+
+    actor: Any
+    pid: int | None = None
+    pidfd: int | None = None
+
+    def watch(self, pid: int) -> None:
+        """It is this process of this node. Idempotent."""
+        self.pid = pid
+        if self.pidfd is None:
+            with suppress(ProcessLookupError):  # gone already: the next call says so
+                self.pidfd = os.pidfd_open(pid)
+
+    def has_ended(self) -> bool:
+        """Whether it is seen to have ended, which it cannot be on another node."""
+        return self.pidfd is not None and self._ends_within(0)
+
+    def kill(self) -> None:
+        """Begin its end, whatever it is doing."""
+        with suppress(RayError):
+            ray.kill(self.actor, no_restart=True)
+        if self.pidfd is not None:
+            with suppress(ProcessLookupError):  # Ray needs a while, and forever with a process that is stopped
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def reap(self, within_s: float) -> None:
+        """Wait for its end, where it can be seen, and forget it. Idempotent."""
+        if self.pidfd is None:
+            return
+        if not self._ends_within(within_s):
+            logger.error("process %s is still alive %g s after SIGKILL", self.pid, _REAP_WAIT_S)
+        os.close(self.pidfd)
+        self.pidfd = None
+
+    def _ends_within(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd or -1, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+
+def end_all(processes: Sequence[ActorProcess]) -> None:
+    """Kill all of them, then wait until they are gone."""
+    for process in processes:
+        process.kill()
+    deadline = time.monotonic() + _REAP_WAIT_S
+    for process in processes:
+        process.reap(max(0.0, deadline - time.monotonic()))

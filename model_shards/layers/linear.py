@@ -44,8 +44,13 @@ class Linear(nn.Module):
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
         if packing_works(self.out_features, self.in_features):
-            self._packed = _pack(weight.detach())
+            self._packed = pack_weight(weight.detach())
             self.weight = None
+
+    @property
+    def packed_weight(self) -> Tensor | None:
+        """In oneDNN's layout; None where it is plain."""
+        return self._packed
 
     def dense_weight(self) -> Tensor:  # [out_features, in_features]
         """The weight as it is multiplied with, unpacked where it is packed."""
@@ -100,7 +105,7 @@ def packing_works(out_features: int, in_features: int) -> bool:
     weight = torch.outer(torch.linspace(0.5, 1.0, out_features), torch.linspace(-1.0, 1.0, in_features))
     rows = torch.linspace(-2.0, 2.0, _PROBE_BATCH * in_features).view(_PROBE_BATCH, in_features)
     try:
-        packed = _pack(weight)
+        packed = pack_weight(weight)
         whole = _multiply_packed(rows, packed, None)
         parts_agree = all(torch.equal(_multiply_packed(rows[:n], packed, None), whole[:n]) for n in _PROBE_ROWS)
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -109,7 +114,8 @@ def packing_works(out_features: int, in_features: int) -> bool:
     return parts_agree and torch.allclose(whole, expected, rtol=1e-4, atol=1e-5 * in_features)
 
 
-def _pack(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
+    """In oneDNN's own layout, which an internal operation of torch makes."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS_HINT)
     return packed
 

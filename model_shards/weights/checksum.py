@@ -1,42 +1,59 @@
 """A checksum of a matrix's bits that adds up over any parts of it: the arithmetic of the shard proof.
 
-Each element counts as its bits, as a whole number, times an odd weight of its row and one of its column in the
-file; sums are modulo 2**32. So the sum of a whole is the sum of its parts, however it was cut. A changed bit, a
-part in the place of another or rows in another order change it: all but one in some 2**31 differences (Freivalds'
-test of a matrix product, 1977). Integers of 32 bits, because CPUs multiply eight of them at once.
+Each element counts as its bits, as a whole number, times an odd weight of its column and an odd weight of its
+row in the file, modulo 2**32; a number of 16 bits is the upper half of such a one, as bfloat16 is of float32. So the
+sum of a whole is the sum of its parts, however it was cut; and a changed bit, a part in the place of another or rows
+in another order change it (Freivalds' test of a matrix product, 1977). There are two sums, with two weights a row:
+differences in several rows go unseen once in 2**62, or 2**30 for numbers of 16 bits; in one row, once in 2**31 or
+2**15, but never a single element's.
 
-Knows bits and positions; knows nothing of files, ranks or models.
+One pass over memory: integers of 32 bits, which a CPU multiplies eight at once, and `einsum`, which keeps nothing
+(0.35 ns an element where a product and a sum take 0.6). Knows bits and positions; knows nothing of files or ranks.
 """
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-MODULUS = 2**32
-CHUNK_ELEMENTS = 2**18  # a megabyte of words: what is done to it stays in the cache
+from model_shards.weights.proof import MODULUS, Checksum
 
-_ROW_SEED, _COLUMN_SEED = 0x1F123BB5, 0x5BD1E995
+_CUDA_CHUNK_ELEMENTS = 2**24
+_COLUMN_SEED, *_ROW_SEEDS = 0x5BD1E995, 0x1F123BB5, 0x3C6EF372
 
 
-def checksum(
+def row_sums(
     values: Tensor,  # [rows, columns], float32 or a 16-bit type
-    row_weights: Tensor,  # [rows] int32
     column_weights: Tensor,  # [columns] int32
-) -> Tensor:  # [] int64, on the device of `values`, not yet reduced modulo 2**32
-    """The sum over a part whose rows and columns have these weights."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows_each = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
-    for start in range(0, values.shape[0], rows_each):
-        rows = _words(values[start : start + rows_each]).mul_(column_weights).sum(dim=1, dtype=torch.int32)
-        total += (rows * row_weights[start : start + rows_each]).sum(dtype=torch.int64)
-    return total
+) -> Tensor:  # [rows] int32, on the CPU
+    """Each row's elements times the weights of their columns."""
+    if values.device.type == "cpu":
+        return _row_sums_on_cpu(values, column_weights)
+    weights = column_weights.to(values.device)
+    rows_each = max(1, _CUDA_CHUNK_ELEMENTS // max(1, values.shape[1]))
+    sums = [(_words(part) * weights).sum(dim=1, dtype=torch.int32) for part in values.split(rows_each)]
+    return torch.cat(sums).cpu()
+
+
+def add_rows(
+    sums: Tensor,  # [rows] int32, or [2, rows] where each of the two checksums has its own
+    row_weights: Tensor,  # [2, rows] int32
+) -> Checksum:
+    """The rows' sums times the weights of the rows."""
+    first, second = (sums.to(torch.int64) * row_weights).sum(dim=1).tolist()
+    return first % MODULUS, second % MODULUS
+
+
+def counts_alike(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers have the same sums in both types, so that they need not be converted."""
+    return stored == wanted or (stored, wanted) == (torch.bfloat16, torch.float32)
 
 
 @cache
-def row_weights(size: int) -> Tensor:  # [size] int32
+def row_weights(size: int) -> Tensor:  # [2, size] int32
     """The weights of a file tensor's first `size` rows."""
-    return _odd_numbers(size, _ROW_SEED)
+    return torch.stack([_odd_numbers(size, seed) for seed in _ROW_SEEDS])
 
 
 @cache
@@ -45,12 +62,20 @@ def column_weights(size: int) -> Tensor:  # [size] int32
     return _odd_numbers(size, _COLUMN_SEED)
 
 
-def _words(values: Tensor) -> Tensor:  # int32, a new tensor
-    if values.element_size() == 2:
-        return values.contiguous().view(torch.int16).to(torch.int32)
-    bits = values.contiguous().view(torch.int32)
-    # Numbers from 16-bit files have zeros in the lower half, where a product modulo 2**32 keeps all of its factor.
-    return (bits >> 16).add_(bits)
+def _row_sums_on_cpu(values: Tensor, column_weights: Tensor) -> Tensor:
+    if values.element_size() == 4:
+        words = values.view(torch.int32).numpy()
+        return torch.from_numpy(np.einsum("rc,c->r", words, column_weights.numpy()))
+    # Modulo 2**16 and then shifted is shifted and then modulo 2**32, with half the work.
+    halves = values.view(torch.int16).numpy()
+    sums = np.einsum("rc,c->r", halves, column_weights.numpy().astype(np.int16))
+    return torch.from_numpy(sums).to(torch.int32) << 16
+
+
+def _words(values: Tensor) -> Tensor:  # int32
+    if values.element_size() == 4:
+        return values.view(torch.int32)
+    return values.view(torch.int16).to(torch.int32) << 16
 
 
 def _odd_numbers(size: int, seed: int) -> Tensor:

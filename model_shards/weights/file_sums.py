@@ -7,7 +7,7 @@ positions; knows nothing of partitions, layouts or models.
 
 import json
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from model_shards.errors import CheckpointError
 from model_shards.partition import Span
-from model_shards.weights.checksum import CHUNK_ELEMENTS, MODULUS, checksum, column_weights, row_weights
+from model_shards.weights.checksum import add_rows, column_weights, counts_alike, row_sums, row_weights
 from model_shards.weights.gguf_header import NO_WEIGHTS, GgufHeader
-from model_shards.weights.proof import Holding
+from model_shards.weights.proof import Checksum, Holding
 from model_shards.weights.safetensors_index import find_tensors, is_derived
 
 _SAFETENSORS_TYPES: Mapping[str, torch.dtype] = {
@@ -30,39 +30,44 @@ _SAFETENSORS_TYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_CHUNK_ELEMENTS = 2**17  # what has to be converted or decoded stays in the cache
 _LENGTH_BYTES = 8  # of a safetensors header's length, which comes first
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor's bytes as a matrix: a vector is one row."""
+    """A tensor's bytes as a matrix: a vector is one column."""
 
     name: str
-    num_rows: int
-    num_columns: int
-    data: Tensor  # [num_rows, bytes a row] uint8, mapped
+    shape: tuple[int, int]
+    data: Tensor  # [rows, bytes a row] uint8, mapped; of a vector, all in one row
     kind: str  # in the words of its format
     is_gguf: bool
 
-    def rows(self, span: Span) -> Tensor:  # [rows, num_columns], a floating type
-        raw = self.data[span.start : span.stop]
+    def rows(self, span: Span) -> Tensor:  # [rows, columns], a floating type
+        if len(self.data) == self.shape[0]:
+            return self._decoded(self.data[span.start : span.stop]).view(span.size, self.shape[1])
+        return self._decoded(self.data).view(self.shape)[span.start : span.stop]
+
+    def _decoded(self, raw: Tensor) -> Tensor:
         if self.is_gguf:
-            return _decode_with_gguf(raw, self.kind).view(span.size, self.num_columns)
+            return _decode_with_gguf(raw, self.kind)
         dtype = _SAFETENSORS_TYPES[self.kind]
         is_aligned = raw.storage_offset() % dtype.itemsize == 0
         return (raw if is_aligned else raw.clone()).view(dtype)
 
 
-def file_sums(path: Path, dtype: torch.dtype, *, share: int, num_shares: int) -> dict[str, int]:
+def file_sums(path: Path, dtype: torch.dtype, *, share: int, num_shares: int) -> dict[str, Checksum]:
     """File tensor -> checksum of the rows that fall to `share`, as numbers of `dtype`.
 
     The shares of all ranks add up to whole tensors. Raises `CheckpointError`.
     """
-    sums: dict[str, int] = {}
+    sums: dict[str, Checksum] = {}
     for tensor in _raw_tensors(path):
-        start, stop = (tensor.num_rows * part // num_shares for part in (share, share + 1))
+        num_rows, num_columns = tensor.shape
+        start, stop = (num_rows * part // num_shares for part in (share, share + 1))
         if start < stop:
-            sums[tensor.name] = _sum(tensor, Span(start, stop), Span(0, tensor.num_columns), dtype)
+            sums[tensor.name] = _checksum(tensor, Span(start, stop), Span(0, num_columns), dtype)
     return sums
 
 
@@ -76,19 +81,19 @@ def differing(
         holding
         for holding in suspects
         if holding.tensor not in found
-        or _sum(found[holding.tensor], holding.rows, holding.columns, dtype) != holding.checksum
+        or _checksum(found[holding.tensor], holding.rows, holding.columns, dtype) != holding.checksum
     )
 
 
-def _sum(tensor: RawTensor, rows: Span, columns: Span, dtype: torch.dtype) -> int:
-    by_row, by_column = row_weights(tensor.num_rows), column_weights(tensor.num_columns)
-    rows_each = max(1, CHUNK_ELEMENTS // tensor.num_columns)
-    total = 0
+def _checksum(tensor: RawTensor, rows: Span, columns: Span, dtype: torch.dtype) -> Checksum:
+    num_rows, num_columns = tensor.shape
+    weights = column_weights(num_columns)[columns.start : columns.stop]
+    rows_each = max(1, _CHUNK_ELEMENTS // num_columns)
+    sums = []
     for start in range(rows.start, rows.stop, rows_each):
-        chunk = Span(start, min(start + rows_each, rows.stop))
-        values = tensor.rows(chunk)[:, columns.start : columns.stop].to(dtype)
-        total += int(checksum(values, by_row[start : chunk.stop], by_column[columns.start : columns.stop]).item())
-    return total % MODULUS
+        values = tensor.rows(Span(start, min(start + rows_each, rows.stop)))[:, columns.start : columns.stop]
+        sums.append(row_sums(values if counts_alike(values.dtype, dtype) else values.to(dtype), weights))
+    return add_rows(torch.cat(sums), row_weights(num_rows)[:, rows.start : rows.stop])
 
 
 def _raw_tensors(path: Path) -> Iterator[RawTensor]:
@@ -110,9 +115,8 @@ def _safetensors_tensors(file: Path) -> Iterator[RawTensor]:
         shape, (start, stop), kind = entry["shape"], entry["data_offsets"], entry["dtype"]
         if kind not in _SAFETENSORS_TYPES or len(shape) not in (1, 2):
             raise CheckpointError(f"{file}: tensor {name!r} is {kind} of shape {shape}, which is no weight")
-        num_rows, num_columns = (1, *shape)[-2:]
-        data = content[data_start + start : data_start + stop].view(num_rows, -1)
-        yield RawTensor(name, num_rows, num_columns, data, kind, is_gguf=False)
+        data = content[data_start + start : data_start + stop]
+        yield RawTensor(name, *_as_matrix(shape, data), kind, is_gguf=False)
 
 
 def _parsed(file: Path, header: Tensor) -> dict[str, Any]:
@@ -127,9 +131,15 @@ def _gguf_tensors(path: Path) -> Iterator[RawTensor]:
     content = _mapped(path)
     for name, info in GgufHeader(path).tensors.items():
         if name not in NO_WEIGHTS:
-            num_rows, num_columns = (1, *info.shape)[-2:]
-            data = content[info.offset : info.offset + info.num_bytes].view(num_rows, -1)
-            yield RawTensor(name, num_rows, num_columns, data, info.block_type, is_gguf=True)
+            data = content[info.offset : info.offset + info.num_bytes]
+            yield RawTensor(name, *_as_matrix(info.shape, data), info.block_type, is_gguf=True)
+
+
+def _as_matrix(shape: Sequence[int], data: Tensor) -> tuple[tuple[int, int], Tensor]:
+    """The shape, and the bytes by rows."""
+    if len(shape) == 1:
+        return (shape[0], 1), data.view(1, -1)
+    return (shape[0], shape[1]), data.view(shape[0], -1)
 
 
 def _mapped(file: Path) -> Tensor:  # [bytes] uint8

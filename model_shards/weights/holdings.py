@@ -1,12 +1,13 @@
 """What one rank really has in memory, mapped back to the tensors of the files: its side of the shard proof.
 
-Reads the parameters that the model multiplies with, packed ones unpacked, after everything that loading does to
-them. Where a row of the model lies in a file is worked out here by index, not by undoing what the readers do.
+Reads the parameters that the model multiplies with, packed ones too, after everything that loading does to them.
+Where a row of the model lies in a file is worked out here by index, not by undoing what the readers do.
 Knows models, layouts and places; reads no weight files.
 """
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,19 +18,17 @@ from model_shards.layers.linear import Linear
 from model_shards.partition import ParameterLayout, Piece, Span
 from model_shards.registry import Model
 from model_shards.weights.checkpoint import Checkpoint
-from model_shards.weights.checksum import MODULUS, checksum, column_weights, row_weights
+from model_shards.weights.checksum import add_rows, column_weights, row_sums, row_weights
 from model_shards.weights.loader import open_checkpoint
 from model_shards.weights.names import StoredTensor
+from model_shards.weights.packed_rows import weight_row_sums
 from model_shards.weights.proof import Holding
-
-_WHOLE_ROW = Span(0, 1)
 
 
 def holdings_of(model: Model, path: Path, rank: int) -> tuple[Holding, ...]:
     """Every part of a file tensor in the memory of `rank`, with its checksum.
 
-    `path` is where the model was loaded from. Needs memory for one tensor. Raises `CheckpointError` naming a
-    parameter that was never filled.
+    `path` is where the model was loaded from. Raises `CheckpointError` naming a parameter that was never filled.
     """
     _, checkpoint = open_checkpoint(path)
     with closing(checkpoint):
@@ -52,44 +51,60 @@ def _holdings_in(
 ) -> list[Holding]:
     path, leaf = name.rsplit(".", 1)
     module = model.get_submodule(path)
+    parts = [_Part.of(piece, rank, checkpoint.place_of(piece.tensor)) for piece in layout.pieces]
+    # The pieces of one parameter have the same columns, so that one pass serves all.
     if isinstance(module, Linear) and leaf == "weight":
-        parameter = module.dense_weight()
+        _check_filled(module.weight, name, rank)
+        sums = torch.stack([weight_row_sums(module, weights) for weights in parts[0].input_weights])
     else:
         parameter = module.get_parameter(leaf).detach()
-    if parameter.is_meta:
-        raise CheckpointError(f"rank {rank}: the parameter {name!r} was not filled")
-    sizes = [piece.partition.local_shape(rank)[0] for piece in layout.pieces]
+        _check_filled(parameter, name, rank)
+        matrix = parameter.view(len(parameter), -1)
+        sums = torch.stack([row_sums(matrix, weights) for weights in parts[0].input_weights])
+    by_part = sums.split([part.output_weights.shape[1] for part in parts], dim=1)
     return [
-        _holding(name, piece, rank, values, checkpoint.place_of(piece.tensor))
-        for piece, values in zip(layout.pieces, parameter.split(sizes), strict=True)
+        Holding(part.tensor, part.rows, part.columns, name, add_rows(part_sums, part.output_weights))
+        for part, part_sums in zip(parts, by_part, strict=True)
     ]
 
 
-def _holding(parameter: str, piece: Piece, rank: int, values: Tensor, place: StoredTensor) -> Holding:
-    spans, shape = piece.partition.local_spans(rank), piece.partition.shape
-    size, offset = place.num_parts * shape[0], place.part * shape[0]
-    outputs = Span(offset + spans[0].start, offset + spans[0].stop)
-    if values.ndim == 1:
-        values, rows, columns = values.unsqueeze(0), _WHOLE_ROW, outputs
-        weights = row_weights(1), _at_rows_of(place, column_weights(size), outputs)
-    elif place.transposed:
-        rows, columns = spans[1], outputs
-        weights = _at_rows_of(place, column_weights(size), outputs), _at(row_weights(shape[1]), rows)
-    else:
-        rows, columns = outputs, spans[1]
-        weights = _at_rows_of(place, row_weights(size), outputs), _at(column_weights(shape[1]), columns)
-    total = checksum(values, *(each.to(values.device) for each in weights))
-    return Holding(place.name, rows, columns, parameter, int(total.item()) % MODULUS)
+def _check_filled(parameter: Tensor | None, name: str, rank: int) -> None:
+    if parameter is not None and parameter.is_meta:
+        raise CheckpointError(f"rank {rank}: the parameter {name!r} was not filled")
 
 
-def _at(weights: Tensor, span: Span) -> Tensor:
-    return weights[span.start : span.stop]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A rank's part of one piece, and the weights that its outputs and inputs have where the file keeps them.
+
+    Of what a file has transposed the inputs are the rows, where each of the two checksums has weights of its own.
+    """
+
+    tensor: str
+    rows: Span
+    columns: Span
+    output_weights: Tensor  # [2, outputs] int32
+    input_weights: Tensor  # [1, inputs] int32, or [2, inputs]
+
+    @classmethod
+    def of(cls, piece: Piece, rank: int, place: StoredTensor) -> "_Part":
+        spans, shape = piece.partition.local_spans(rank), (*piece.partition.shape, 1)
+        offset, size = place.part * shape[0], place.num_parts * shape[0]
+        outputs = Span(offset + spans[0].start, offset + spans[0].stop)
+        inputs = spans[1] if len(spans) == 2 else Span(0, 1)
+        if place.transposed:
+            output_weights = column_weights(size)[_rows_in_file(place, outputs)].expand(2, -1)
+            input_weights = row_weights(shape[1])[:, inputs.start : inputs.stop]
+            return cls(place.name, inputs, outputs, output_weights, input_weights)
+        output_weights = row_weights(size)[:, _rows_in_file(place, outputs)]
+        input_weights = column_weights(shape[1])[None, inputs.start : inputs.stop]
+        return cls(place.name, outputs, inputs, output_weights, input_weights)
 
 
-def _at_rows_of(place: StoredTensor, weights: Tensor, outputs: Span) -> Tensor:
-    """The weights of the model's rows `outputs`, each taken from where the file has that row."""
-    if not place.interleaved:
-        return _at(weights, outputs)
+def _rows_in_file(place: StoredTensor, outputs: Span) -> Tensor:
+    """Where the file has each of the model's rows `outputs`."""
     row = torch.arange(outputs.start, outputs.stop)
+    if not place.interleaved:
+        return row
     within, half = row % place.interleaved, place.interleaved // 2
-    return weights[row - within + 2 * (within % half) + within // half]
+    return row - within + 2 * (within % half) + within // half

@@ -9,24 +9,26 @@ Knows names, places and sums; knows nothing of how they were found, of processes
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from model_shards.partition import Span
 
-_MODULUS = 2**32
+MODULUS = 2**32
 _SHOWN = 5  # differences in a message; when ranks are swapped, all tensors differ
+
+Checksum = tuple[int, int]  # see `weights.checksum`: two sums, each modulo 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A part of a file tensor that a rank has in memory, placed as the file has it; a vector is one row."""
+    """A part of a file tensor that a rank has in memory, placed as the file has it; a vector is one column."""
 
     tensor: str  # as the file calls it
     rows: Span
     columns: Span
     parameter: str  # of the model
-    checksum: int  # see `weights.checksum`, modulo 2**32
+    checksum: Checksum
 
     def __str__(self) -> str:
         return (
@@ -35,18 +37,26 @@ class Holding:
         )
 
 
-def add_up(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def add_checksums(checksums: Iterable[Checksum]) -> Checksum:
+    """Of a whole, from those of its parts."""
+    first = second = 0
+    for one, other in checksums:
+        first, second = (first + one) % MODULUS, (second + other) % MODULUS
+    return first, second
+
+
+def add_up(shares: Iterable[Mapping[str, Checksum]]) -> dict[str, Checksum]:
     """Checksums of whole file tensors, from those of the shares in which the files were read."""
-    total: dict[str, int] = defaultdict(int)
+    parts: dict[str, list[Checksum]] = defaultdict(list)
     for share in shares:
         for tensor, checksum in share.items():
-            total[tensor] = (total[tensor] + checksum) % _MODULUS
-    return dict(total)
+            parts[tensor].append(checksum)
+    return {tensor: add_checksums(checksums) for tensor, checksums in parts.items()}
 
 
-def unproved(ranks: Sequence[Collection[Holding]], file_sums: Mapping[str, int]) -> dict[str, str]:
+def unproved(ranks: Iterable[Collection[Holding]], file_sums: Mapping[str, Checksum]) -> dict[str, str]:
     """File tensor -> what is wrong with it, for every one that the ranks together do not hold as it is."""
-    parts: dict[str, dict[tuple[Span, Span], set[int]]] = defaultdict(lambda: defaultdict(set))
+    parts: dict[str, dict[tuple[Span, Span], set[Checksum]]] = defaultdict(lambda: defaultdict(set))
     for holdings in ranks:
         for holding in holdings:
             parts[holding.tensor][holding.rows, holding.columns].add(holding.checksum)
@@ -56,7 +66,7 @@ def unproved(ranks: Sequence[Collection[Holding]], file_sums: Mapping[str, int])
             wrong[tensor] = "it is not in the files"
         elif any(len(copies) > 1 for copies in checksums.values()):
             wrong[tensor] = "its copies differ"
-        elif sum(min(copies) for copies in checksums.values()) % _MODULUS != file_sums[tensor]:
+        elif add_checksums(min(copies) for copies in checksums.values()) != file_sums[tensor]:
             wrong[tensor] = "the parts that the ranks hold do not add up to it"
     return dict(sorted(wrong.items()))
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_shards.weights import checksum as checksum_module
-from model_shards.weights.checksum import MODULUS, checksum, column_weights, row_weights
+from model_shards.weights.checksum import add_rows, column_weights, counts_alike, row_sums, row_weights
+from model_shards.weights.proof import MODULUS, Checksum, add_checksums
 
 ROWS, COLUMNS = 37, 50
 
@@ -16,10 +16,9 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def of(values: Tensor, row: int = 0, column: int = 0) -> int:
-    rows = row_weights(ROWS)[row : row + values.shape[0]]
-    columns = column_weights(COLUMNS)[column : column + values.shape[1]]
-    return int(checksum(values, rows, columns).item()) % MODULUS
+def of(values: Tensor, row: int = 0, column: int = 0) -> Checksum:
+    sums = row_sums(values, column_weights(COLUMNS)[column : column + values.shape[1]])
+    return add_rows(sums, row_weights(ROWS)[:, row : row + values.shape[0]])
 
 
 @settings(deadline=None)
@@ -30,32 +29,35 @@ def of(values: Tensor, row: int = 0, column: int = 0) -> int:
 )
 def test_parts_add_up_to_the_whole(row: int, column: int, dtype: torch.dtype) -> None:
     values = drawn(0, dtype)
-    parts = of(values[:row, :column]) + of(values[row:, :column], row)
-    parts += of(values[:row, column:], 0, column) + of(values[row:, column:], row, column)
-    assert parts % MODULUS == of(values)
+    upper = of(values[:row, :column]), of(values[:row, column:], 0, column)
+    lower = of(values[row:, :column], row), of(values[row:, column:], row, column)
+    assert add_checksums((*upper, *lower)) == of(values)
 
 
-@pytest.mark.parametrize("elements", [1, 49, 120, 10_000])
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    whole = of(drawn(0))
-    monkeypatch.setattr(checksum_module, "CHUNK_ELEMENTS", elements)
-    assert of(drawn(0)) == whole
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_sum_of_bits_times_weights(dtype: torch.dtype) -> None:
+    bits = drawn(0, dtype).float().view(torch.int32).tolist()
+    columns = column_weights(COLUMNS).tolist()
+    expected = tuple(
+        sum(bits[i][j] * rows[i] * columns[j] for i in range(ROWS) for j in range(COLUMNS)) % MODULUS
+        for rows in row_weights(ROWS).tolist()
+    )
+    assert of(drawn(0, dtype)) == expected
 
 
-def test_it_is_the_sum_of_bits_times_weights() -> None:
+def test_what_counts_alike_need_not_be_converted() -> None:
     values = drawn(0, torch.bfloat16)
-    bits = values.view(torch.int16).tolist()
-    rows, columns = row_weights(ROWS).tolist(), column_weights(COLUMNS).tolist()
-    total = sum(bits[i][j] * rows[i] * columns[j] for i in range(ROWS) for j in range(COLUMNS))
-    assert of(values) == total % MODULUS
+    assert counts_alike(torch.bfloat16, torch.float32)
+    assert of(values) == of(values.float())
+    assert not counts_alike(torch.float16, torch.float32)
+    assert not counts_alike(torch.float32, torch.bfloat16)
 
 
 def test_weights_are_odd_and_all_different() -> None:
-    for weights in (row_weights(2**17), column_weights(2**17)):
-        assert bool((weights % 2 != 0).all())
-        assert len(set(weights.tolist())) > 0.999 * len(weights)
-    assert torch.equal(row_weights(2**17)[:ROWS], row_weights(ROWS))
-    assert not torch.equal(row_weights(ROWS), column_weights(ROWS))
+    all_weights = torch.cat((row_weights(2**16), column_weights(2**16)[None]))
+    assert bool((all_weights % 2 != 0).all())
+    assert len(set(all_weights.view(-1).tolist())) > 0.999 * all_weights.numel()
+    assert torch.equal(row_weights(2**16)[:, :ROWS], row_weights(ROWS))
 
 
 @given(st.integers(0, ROWS - 1), st.integers(0, COLUMNS - 1), st.integers(0, 31))
@@ -68,7 +70,7 @@ def test_any_flipped_bit_shows(row: int, column: int, bit: int) -> None:
 
 
 def test_places_show_also_in_numbers_that_were_16_bits() -> None:
-    """Their lower halves are zeros, which a product modulo 2**32 would never mix with the upper ones."""
+    """Their lower halves are zeros: the checksum has 16 bits of a row, and must have more of several."""
     values = drawn(0, torch.bfloat16).float()
     before = of(values)
     changed = [

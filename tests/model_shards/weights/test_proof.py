@@ -12,14 +12,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model_shards.errors import CheckpointError
+from model_shards.group import SingleRank
 from model_shards.layers import linear
 from model_shards.layers.linear import Linear
+from model_shards.layers.placement import Placement
 from model_shards.partition import Span
 from model_shards.registry import Model
+from model_shards.weights import packed_rows
+from model_shards.weights.checksum import column_weights, row_sums
 from model_shards.weights.file_sums import differing, file_sums
 from model_shards.weights.holdings import holdings_of
 from model_shards.weights.loader import load_model
-from model_shards.weights.proof import Holding, add_up, refusal, unproved
+from model_shards.weights.packed_rows import weight_row_sums
+from model_shards.weights.proof import Checksum, Holding, add_up, refusal, unproved
 from tests.fakes.checkpoints import tiny_weights, write_tiny_model
 from tests.fakes.gguf_files import write_gguf
 from tests.fakes.thread_group import run_ranks
@@ -59,7 +64,7 @@ def held_by(models: Sequence[Model], path: Path) -> list[tuple[Holding, ...]]:
         return [holdings_of(model, path, rank) for rank, model in enumerate(models)]
 
 
-def summed(path: Path, shares: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+def summed(path: Path, shares: int, dtype: torch.dtype = torch.float32) -> dict[str, Checksum]:
     return add_up(file_sums(path, dtype, share=share, num_shares=shares) for share in range(shares))
 
 
@@ -266,10 +271,25 @@ def test_a_file_that_changed_after_it_was_read_is_caught(tmp_path: Path) -> None
     assert "rank 0: embedding.weight is not what 'model.embed_tokens.weight' has" in verdict(folder, models)
 
 
+def test_packed_weights_are_summed_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of any number of rows, with padding in both directions; else unpacked."""
+    placement = Placement(SingleRank(), CPU, torch.float32)
+    for outputs, inputs in [(96, 96), (144, 96), (507, 96), (5, 3), (8, 67), (65, 33), (640, 130)]:
+        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs))
+        layer = Linear(outputs, inputs, placement)
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        expected = row_sums(weight, column_weights(inputs))
+        layer.prepare()
+        assert torch.equal(weight_row_sums(layer, column_weights(inputs)), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_rows, "_block_rows", lambda out_features, in_features: None)
+            assert torch.equal(weight_row_sums(layer, column_weights(inputs)), expected)
+
+
 def test_tensors_without_a_holder_and_holders_without_a_tensor() -> None:
     whole = Span(0, 4)
-    held = [Holding("a", whole, whole, "p", 7), Holding("b", whole, whole, "q", 1)]
-    assert unproved([held], {"a": 7, "c": 3}) == {"b": "it is not in the files", "c": "no rank holds it"}
+    held = [Holding("a", whole, whole, "p", (7, 8)), Holding("b", whole, whole, "q", (1, 1))]
+    assert unproved([held], {"a": (7, 8), "c": (3, 3)}) == {"b": "it is not in the files", "c": "no rank holds it"}
 
 
 def test_a_long_message_is_cut() -> None:

@@ -76,6 +76,7 @@ def our_problems(service: Spec, ray_version: str) -> Iterator[str]:
             yield f"{variable} must be the same on all nodes: {values}"
     for where, group in _groups(cluster):
         yield from _pod_problems(where, group["template"]["spec"])
+        yield from _shared_memory_problems(where, group)
     yield from _room_problems(service["spec"])
 
 
@@ -161,6 +162,19 @@ def _resource_problems(where: str, resources: Spec) -> Iterator[str]:
                 quantity(value)
             except ValueError as error:
                 yield f"{where}: {kind}.{name}: {error}"
+
+
+def _shared_memory_problems(where: str, group: Spec) -> Iterator[str]:
+    """NCCL passes what GPUs cannot hand to each other through /dev/shm; a container's own has 64 MiB."""
+    gpus = quantity(_limits(group).get("nvidia.com/gpu", 0))
+    mounts = {mount["mountPath"]: mount["name"] for mount in _containers(group)[0].get("volumeMounts", [])}
+    in_memory = {
+        volume["name"]
+        for volume in group["template"]["spec"].get("volumes", [])
+        if volume.get("emptyDir", {}).get("medium") == "Memory"
+    }
+    if gpus > 1 and mounts.get("/dev/shm") not in in_memory:
+        yield f"{where}: {gpus} GPUs and no volume in memory at /dev/shm"
 
 
 def _room_problems(spec: Spec) -> Iterator[str]:

@@ -68,4 +68,4 @@ def test_the_caches_are_where_the_manifests_mount_them(instructions: list[tuple[
     for service in (next(yaml.safe_load_all(path.read_text())) for path in (DEPLOY / "kuberay").glob("*.yaml")):
         for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
             mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
-            assert [mount["mountPath"] for mount in mounts] == [hub_cache[1]]
+            assert hub_cache[1] in [mount["mountPath"] for mount in mounts]

@@ -35,14 +35,16 @@ def test_a_manifest_has_no_problems(path: Path, crds: Path, ray_version: str) ->
     assert manifest_problems(path.read_text(), crds, ray_version) == []
 
 
-def test_the_manifest_carries_the_serve_config_beside_it() -> None:
-    service = next(yaml.safe_load_all(EXAMPLE.read_text()))
-    config = yaml.safe_load((PROJECT / "deploy" / "configs" / "cpu-tp2.yaml").read_text())
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_carries_the_serve_config_beside_it(path: Path) -> None:
+    service = next(yaml.safe_load_all(path.read_text()))
+    config = yaml.safe_load((PROJECT / "deploy" / "configs" / path.name.removeprefix("rayservice-")).read_text())
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == config
 
 
-def test_budget_and_policy_select_the_pods_of_the_service() -> None:
-    service, *others = yaml.safe_load_all(EXAMPLE.read_text())
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_budget_and_policy_select_the_pods_of_the_service(path: Path) -> None:
+    service, *others = yaml.safe_load_all(path.read_text())
     cluster = service["spec"]["rayClusterConfig"]
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     labels = [pod["template"]["metadata"]["labels"] for pod in pods]
@@ -182,6 +184,10 @@ RULE_FAULTS: dict[str, tuple[Mutation, str]] = {
             serveConfigV2=s["spec"]["serveConfigV2"].replace("device: cpu", "device: cuda")
         ),
         r"2 ranks need 2 nvidia\.com/gpu, the workers have 0",
+    ),
+    "GPUs with a container's own shared memory": (
+        lambda s: container(worker(s))["resources"]["limits"].update({"nvidia.com/gpu": "2"}),
+        "2 GPUs and no volume in memory at /dev/shm",
     ),
     "unknown setting": (
         lambda s: s["spec"].update(serveConfigV2=s["spec"]["serveConfigV2"].replace("device:", "devise:")),

@@ -24,7 +24,7 @@ from cluster.driver.driver import Driver, GroupStarter
 from cluster.driver.fleet import DriverFleet
 from cluster.driver.handle import ServeDrivers
 from cluster.driver.lifeline import LifelineServer
-from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers
+from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, node_offers, offered_gpus
 from cluster.driver.resolution import resolve_device
 from cluster.driver.routing import ByAddress
 from cluster.driver.status import DriverCard, ServedModel
@@ -38,6 +38,7 @@ from cluster.text.completer import Completer
 from cluster.text.prompts import Prompt
 from cluster.text.tokenizer import load_tokenizer
 from model_shards.sources import resolve_model
+from workers.device import visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,10 @@ class IngressReplica:
 
     async def _wait_for_driver(self) -> ServedModel:
         """Serve waits for a placement for ever and says nothing; this says why, and ends by the deadline."""
-        bundles = bundles_for(self._config.tensor_parallel_size, resolve_device(self._config.device))
+        device = resolve_device(
+            self._config.device, ranks=self._config.tensor_parallel_size, count_gpus=offered_gpus
+        )
+        bundles = bundles_for(self._config.tensor_parallel_size, device)
         deadline = time.monotonic() + self._config.start_deadline_s
         while True:
             left_s = deadline - time.monotonic()
@@ -174,7 +178,9 @@ def build(settings: ClusterConfig | dict[str, Any]) -> Application:
     Raises `InvalidConfig` with one line for each mistake.
     """
     config = settings if isinstance(settings, ClusterConfig) else ClusterConfig.parse(settings)
-    device = resolve_device(config.device)
+    ranks = config.replicas * config.tensor_parallel_size
+    count_gpus = offered_gpus if ray.is_initialized() else visible_gpus
+    device = resolve_device(config.device, ranks=ranks, count_gpus=count_gpus)
     config = config.model_copy(update={"device": device})
     lifetime: dict[str, Any] = {
         "num_replicas": config.replicas,

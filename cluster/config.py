@@ -53,8 +53,13 @@ class ClusterConfig(BaseModel):
     kv_cache_memory: ByteSize | None = Field(
         None,
         gt=0,
-        description="bytes of KV cache over all ranks; default on CPU: min(2 GiB, 25% of what is free)",
+        description="bytes of KV cache over all ranks; default on CPU: min(2 GiB, 25% of what is free), "
+        "on CUDA what gpu_memory_share leaves",
     )
+    gpu_memory_share: float = Field(
+        0.9, gt=0, le=1, description="of each GPU's memory, for weights, activations and KV cache together"
+    )
+    cuda_graphs: bool = Field(True, description="on CUDA, replay decode steps from captured graphs")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block holds")
     max_num_seqs: int = Field(256, ge=1, description="sequences in one step at the most")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step at the most")

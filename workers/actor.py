@@ -18,6 +18,7 @@ import ray.util
 
 from workers.channel import WorkerEndpoint
 from workers.config import WorkerConfig
+from workers.device import take_gpu
 from workers.reports import LoadReport, SpareReport, WorkerIdentity
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class _RankCalls:
         self._import_seconds = time.perf_counter() - started
         log_format = f"[rank {rank}] %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=logging.INFO, format=log_format)
+        if config.device == "cuda":
+            take_gpu(ray.get_gpu_ids(), os.environ)
         self._worker = Worker(
             rank,
             config,

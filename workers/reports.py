@@ -78,3 +78,5 @@ class LoadReport:
     seconds: float
     bytes_per_block: int  # of KV cache, all layers of this rank
     free_memory: int  # bytes, after loading
+    total_memory: int = 0  # bytes of the rank's GPU
+    activation_memory: int = 0  # bytes that the largest step takes beside weights and KV cache, measured on a GPU

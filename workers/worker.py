@@ -22,9 +22,10 @@ from model_shards.model import ShardedModel
 from model_shards.weights.loader import load_model
 from workers.channel import WorkerChannel, WorkerEndpoint
 from workers.config import WorkerConfig
-from workers.device import free_memory, set_threads, torch_dtype
+from workers.device import check_gpu, set_threads, torch_dtype
 from workers.errors import ChannelError, ChannelInterrupted, ChannelTimeout, WorkerError
 from workers.kv_cache import bytes_per_block
+from workers.memory_profile import profile_memory
 from workers.process_group import Rendezvous, TimedGroup, join_group, open_group
 from workers.protocol import StepFailure, StepPlan, StopWorkers
 from workers.reports import CodeIdentity, LoadReport, WorkerIdentity
@@ -80,6 +81,7 @@ class Worker:
         """
         self._runner = None
         self._forget_stop()
+        check_gpu(self._config.device)
         try:
             group = join_group(
                 address,
@@ -108,13 +110,16 @@ class Worker:
             batch_invariant=config.batch_invariant,
         )
         self._model = model
+        memory = profile_memory(model, config)
         return LoadReport(
             rank=self._rank,
             weight_bytes=sum(parameter.local_size(self._rank) for parameter in model.layout.values())
             * torch_dtype(config.dtype).itemsize,
             seconds=time.perf_counter() - started,
             bytes_per_block=bytes_per_block(model, config.block_size, config.dtype),
-            free_memory=free_memory(config.device),
+            free_memory=memory.free,
+            total_memory=memory.total,
+            activation_memory=memory.activations,
         )
 
     def allocate(self, num_blocks: int) -> None:

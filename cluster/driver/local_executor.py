@@ -17,7 +17,7 @@ from cluster.driver.sizing import RankMemory
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.errors import InvalidConfig, StartupFailed
 from model_shards.errors import ModelError
-from workers.device import free_memory, set_threads, threads_per_rank, torch_dtype
+from workers.device import check_gpu, set_threads, threads_per_rank, torch_dtype, visible_gpus
 from workers.errors import WorkerError
 from workers.protocol import StepPlan, StepResult
 
@@ -81,9 +81,11 @@ def _start(config: ClusterConfig) -> StartedGroup:
     from model_shards.group import SingleRank
     from model_shards.weights.loader import load_model
     from workers.kv_cache import bytes_per_block
+    from workers.memory_profile import profile_memory
     from workers.runner import Runner
 
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, ranks=1, count_gpus=visible_gpus)
+    check_gpu(device)
     files = ModelFiles.of(config.model)
     worker = worker_config(config, files, device, threads_per_rank(1))
     if device == "cpu":
@@ -96,7 +98,9 @@ def _start(config: ClusterConfig) -> StartedGroup:
         dtype=torch_dtype(worker.dtype),
         batch_invariant=worker.batch_invariant,
     )
-    memory = RankMemory("here", free_memory(device), bytes_per_block(model, worker.block_size, worker.dtype))
+    found = profile_memory(model, worker)
+    block_bytes = bytes_per_block(model, worker.block_size, worker.dtype)
+    memory = RankMemory("here", found.free, block_bytes, found.total, found.activations)
     num_blocks, served = fit(config, files, worker, [memory])
     executor = LocalExecutor(
         lambda: Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size)

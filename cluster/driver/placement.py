@@ -128,6 +128,11 @@ def describe_demand(bundles: Sequence[Bundle], offers: Sequence[NodeOffer]) -> s
     return f"{demand}; {nodes}"
 
 
+def offered_gpus() -> int:
+    """GPUs of all live nodes, free or not."""
+    return int(sum(offer.total.get("GPU", 0) for offer in node_offers()))
+
+
 def node_offers() -> list[NodeOffer]:
     """Every live node of the cluster this process is connected to."""
     free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()

@@ -18,7 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.driver.death_watch import DeathWatch
 from cluster.driver.driver import StartedGroup
 from cluster.driver.patience import Patience
-from cluster.driver.placement import Placement, bundles_for
+from cluster.driver.placement import Placement, bundles_for, offered_gpus
 from cluster.driver.ranks import Rank, Ranks
 from cluster.driver.ray_spare import RaySpare
 from cluster.driver.resolution import ModelFiles, fit, keeps_spares, resolve_device, worker_config
@@ -201,7 +201,7 @@ def start_ray_group(config: ClusterConfig) -> StartedGroup:
 
 def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     patience = Patience(config.start_deadline_s)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, ranks=config.tensor_parallel_size, count_gpus=offered_gpus)
     with_spares = keeps_spares(config, device)
     files = ModelFiles.of(config.model)
     placement = Placement.current_or_new(bundles_for(config.tensor_parallel_size, device), patience.left())
@@ -218,7 +218,13 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
         "load", lambda actor: actor.load.remote(), patience, on_answer=_log_loaded
     )
     memory = [
-        RankMemory(seat.node_id, report.free_memory, report.bytes_per_block)
+        RankMemory(
+            seat.node_id,
+            report.free_memory,
+            report.bytes_per_block,
+            report.total_memory,
+            report.activation_memory,
+        )
         for seat, report in zip(placement.seats, reports, strict=True)
     ]
     num_blocks, model = fit(config, files, worker, memory)

@@ -5,7 +5,7 @@ Knows settings and the model's numbers; knows nothing of Ray, torch or processes
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,11 +37,14 @@ class ModelFiles:
         return cls(path, read_spec(path))
 
 
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Where ranks compute. Raises `InvalidConfig` for cuda, which attention does not know yet."""
-    if device == "cuda":
-        raise InvalidConfig("device: cuda cannot be used yet, there is no attention for GPUs; use cpu")
-    return "cpu"
+def resolve_device(device: Literal["auto", "cpu", "cuda"], *, ranks: int, count_gpus: Callable[[], int]) -> Device:
+    """Where ranks compute: as it is set; with "auto" on GPUs where there is one for each of `ranks`."""
+    if device != "auto":
+        return device
+    found = count_gpus()
+    chosen: Device = "cuda" if found >= ranks else "cpu"
+    logger.info("device: %s, for %d ranks and %d GPUs", chosen, ranks, found)
+    return chosen
 
 
 def keeps_spares(config: ClusterConfig, device: Device) -> bool:
@@ -56,7 +59,8 @@ def keeps_spares(config: ClusterConfig, device: Device) -> bool:
 
 
 def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_threads: int) -> WorkerConfig:
-    """Raises `InvalidConfig` when a sequence is to be longer than the model's positions."""
+    """Raises `InvalidConfig` for a sequence longer than the model's positions, or what the device cannot do."""
+    _check_device_settings(config, device)
     limit = files.spec.max_positions
     wanted = config.max_model_len or limit
     if wanted > limit:
@@ -70,11 +74,29 @@ def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_
         max_model_len=wanted,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        batch_invariant=config.batch_invariant,
+        batch_invariant=config.batch_invariant and device == "cpu",
+        cuda_graphs=config.cuda_graphs,
         num_threads=num_threads,
         step_deadline_s=config.step_deadline_s,
         start_deadline_s=config.start_deadline_s,
     )
+
+
+def _check_device_settings(config: ClusterConfig, device: Device) -> None:
+    given = config.model_fields_set
+    if device == "cpu":
+        for name in ("gpu_memory_share", "cuda_graphs"):
+            if name in given:
+                raise InvalidConfig(f"{name}: it is for device cuda, and the device is cpu")
+        return
+    if config.dtype == "float32":
+        raise InvalidConfig("dtype: float32 is for device cpu: on cuda FlashAttention wants bfloat16 or float16")
+    if config.batch_invariant and "batch_invariant" in given:
+        raise InvalidConfig(
+            "batch_invariant: it cannot be kept on cuda, where cuBLAS chooses its kernels by the number of rows"
+        )
+    if config.batch_invariant:
+        logger.warning("batch_invariant is off, not on: on cuda a sequence's bits depend on the rows beside it")
 
 
 def fit(
@@ -83,7 +105,11 @@ def fit(
     """The number of KV blocks, and the model as it is served with them. Raises `StartupFailed`."""
     most_useful = config.max_num_seqs * -(-worker.max_model_len // worker.block_size)
     num_blocks = pool_size(
-        ranks, device=worker.device, kv_cache_memory=config.kv_cache_memory, most_useful=most_useful
+        ranks,
+        device=worker.device,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_share=config.gpu_memory_share,
+        most_useful=most_useful,
     )
     block_bytes = sum(rank.bytes_per_block for rank in ranks)
     max_model_len = sequence_limit(

@@ -14,7 +14,6 @@ from workers.config import Device
 
 CPU_LIMIT = 2 * 2**30  # by default a CPU cluster takes at most this much for KV, over all ranks
 CPU_SHARE = 0.25  # and at most this share of what is free on a node
-CUDA_SHARE = 0.9  # of what is free on a GPU once the weights are loaded; the rest is for activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +23,32 @@ class RankMemory:
     node_id: str
     free_bytes: int  # of the node (CPU) or of the rank's own GPU
     bytes_per_block: int
+    total_bytes: int = 0  # of the GPU
+    activation_bytes: int = 0  # of the largest step, on a GPU
 
 
 def pool_size(
-    ranks: Sequence[RankMemory], *, device: Device, kv_cache_memory: int | None, most_useful: int
+    ranks: Sequence[RankMemory],
+    *,
+    device: Device,
+    kv_cache_memory: int | None,
+    gpu_memory_share: float,
+    most_useful: int,
 ) -> int:
     """Blocks every rank can hold, at most `most_useful` (what the largest batch of longest sequences fills)."""
     if kv_cache_memory is not None:
         fitting = kv_cache_memory // sum(rank.bytes_per_block for rank in ranks)
     elif device == "cuda":
-        fitting = min(int(rank.free_bytes * CUDA_SHARE) // rank.bytes_per_block for rank in ranks)
+        fitting = min(_left_on_gpu(rank, gpu_memory_share) // rank.bytes_per_block for rank in ranks)
     else:
         fitting = _default_on_cpu(ranks)
     return min(fitting, most_useful)
+
+
+def _left_on_gpu(rank: RankMemory, share: float) -> int:
+    """Of a share of the whole GPU, what weights, other users and the largest step leave."""
+    kept_back = rank.total_bytes - int(rank.total_bytes * share)
+    return max(0, rank.free_bytes - kept_back - rank.activation_bytes)
 
 
 def _default_on_cpu(ranks: Sequence[RankMemory]) -> int:

@@ -14,35 +14,64 @@ PLENTY = 10**9
 def test_a_set_budget_is_shared_by_all_ranks() -> None:
     ranks = [RankMemory("a", 8 * GIB, 2_000), RankMemory("a", 8 * GIB, 1_000)]
 
-    assert pool_size(ranks, device="cpu", kv_cache_memory=30_000, most_useful=PLENTY) == 10
+    assert pool_size(ranks, device="cpu", gpu_memory_share=0.9, kv_cache_memory=30_000, most_useful=PLENTY) == 10
 
 
 def test_cpu_default_is_two_gib_over_all_ranks_where_there_is_room() -> None:
     ranks = [RankMemory("a", 100 * GIB, 2**20), RankMemory("a", 100 * GIB, 2**20)]
 
-    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == CPU_LIMIT // 2**21
+    assert (
+        pool_size(ranks, device="cpu", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=PLENTY)
+        == CPU_LIMIT // 2**21
+    )
 
 
 def test_cpu_default_is_a_quarter_of_what_is_free_where_there_is_little() -> None:
     ranks = [RankMemory("a", 4 * GIB, 2**20), RankMemory("a", 4 * GIB, 2**20)]
 
-    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == GIB // 2**21
+    assert (
+        pool_size(ranks, device="cpu", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=PLENTY)
+        == GIB // 2**21
+    )
 
 
 def test_the_smallest_node_decides() -> None:
     ranks = [RankMemory("a", 64 * GIB, 2**20), RankMemory("b", 2 * GIB, 2**20)]
 
-    assert pool_size(ranks, device="cpu", kv_cache_memory=None, most_useful=PLENTY) == GIB // 2 // 2**20
+    assert (
+        pool_size(ranks, device="cpu", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=PLENTY)
+        == GIB // 2 // 2**20
+    )
 
 
 def test_the_smallest_gpu_decides() -> None:
-    ranks = [RankMemory("a", 10 * GIB, 2**20), RankMemory("a", 20 * GIB, 2**20)]
+    ranks = [RankMemory("a", 10 * GIB, 2**20, 20 * GIB, GIB), RankMemory("a", 20 * GIB, 2**20, 20 * GIB, GIB)]
 
-    assert pool_size(ranks, device="cuda", kv_cache_memory=None, most_useful=PLENTY) == 9 * 1024
+    # Of 20 GiB a tenth is kept back, and the largest step takes one.
+    assert (
+        pool_size(ranks, device="cuda", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=PLENTY) == 7 * 1024
+    )
+
+
+def test_a_gpu_that_others_fill_holds_nothing() -> None:
+    ranks = [RankMemory("a", GIB, 2**20, 20 * GIB, GIB)]
+
+    assert pool_size(ranks, device="cuda", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=PLENTY) == 0
+
+
+def test_a_set_budget_is_not_cut_by_a_share_of_the_gpu() -> None:
+    ranks = [RankMemory("a", GIB, 2**20, 20 * GIB, GIB)]
+
+    assert pool_size(ranks, device="cuda", gpu_memory_share=0.1, kv_cache_memory=GIB, most_useful=PLENTY) == 1024
 
 
 def test_no_more_than_can_be_used() -> None:
-    assert pool_size([RankMemory("a", GIB, 1)], device="cpu", kv_cache_memory=None, most_useful=77) == 77
+    assert (
+        pool_size(
+            [RankMemory("a", GIB, 1)], device="cpu", gpu_memory_share=0.9, kv_cache_memory=None, most_useful=77
+        )
+        == 77
+    )
 
 
 def test_the_wanted_length_is_kept_when_it_fits() -> None:
@@ -82,6 +111,6 @@ def test_a_pool_without_a_block_fails_even_by_default() -> None:
     budget=st.none() | st.integers(1, 2**40),
 )
 def test_a_pool_never_costs_more_than_its_budget(ranks: list[RankMemory], budget: int | None) -> None:
-    blocks = pool_size(ranks, device="cpu", kv_cache_memory=budget, most_useful=PLENTY)
+    blocks = pool_size(ranks, device="cpu", gpu_memory_share=0.9, kv_cache_memory=budget, most_useful=PLENTY)
 
     assert 0 <= blocks * sum(rank.bytes_per_block for rank in ranks) <= (budget or CPU_LIMIT)

@@ -1,29 +1,45 @@
-"""What one step costs the driver, in microseconds: the engine on scripted ranks that take no time.
+"""What one step costs beside the model, in microseconds: the engine on scripted ranks that take no time.
 
-Measures, at 1, 32 and 256 running sequences: planning, encoding the plan, decoding the result, applying it,
-counting, and the whole turn in its thread. The scripted ranks' own time is taken out.
+Measures, at 1, 32 and 256 running sequences: in the driver planning, encoding the plan and sending it to two
+ranks, decoding the result, applying it, counting, and encoding the deltas; in the ingress decoding these and
+turning tokens into text, with SmolLM2's tokenizer; and the whole turn of the engine's thread, without the time of
+the scripted ranks.
 
-    python benchmarks/engine_overhead.py [--steps N] [--depth 1|2]
+    python -m benchmarks.engine_overhead [--steps N] [--depth 1|2]
 """
 
 import argparse
+import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
+from cluster.driver import delta_codec
+from cluster.driver.delta_codec import Deltas
 from cluster.engine.config import EngineConfig
 from cluster.engine.core import EngineCore
 from cluster.engine.executor import Capacity
 from cluster.engine.loop import Engine
 from cluster.engine.outputs import apply_result
 from cluster.generation import GenerationRequest, SamplingParams, TokenDelta
+from cluster.text.choice import RequestText
+from cluster.text.tokenizer import Tokenizer, load_tokenizer
+from model_shards.sources import resolve_model
 from tests.fakes.scripted_executor import ScriptedExecutor
-from workers.codec import decode, encode
-from workers.protocol import StepPlan, StepResult
+from workers import codec
+from workers.channel import DriverChannel, WorkerChannel, WorkerEndpoint
+from workers.protocol import StepPlan, StepResult, StopWorkers
 
 _PROMPT_TOKENS = 128
 _BLOCK_SIZE = 16
+_RANKS = 2
+_WARM_UP = 20
+_PATIENCE_S = 60.0
+
+Parts = dict[str, float]
 
 
 class TimedExecutor(ScriptedExecutor):
@@ -65,45 +81,98 @@ def make_request(number: int, max_tokens: int) -> GenerationRequest:
     return GenerationRequest(f"request-{number}", prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def measure_parts(num_sequences: int, steps: int, depth: int) -> dict[str, float]:
-    """Median microseconds of each part of a decode step, one part at a time."""
-    executor = make_executor(num_sequences, 4 * steps)
+@contextmanager
+def draining_ranks() -> Iterator[DriverChannel]:
+    """A step channel whose ranks, in one other process, read every plan and do nothing."""
+    context = multiprocessing.get_context("spawn")
+    channel = DriverChannel(_RANKS, 0)
+    ranks = context.Process(target=drain, args=(channel.endpoints,), daemon=True)
+    ranks.start()
+    try:
+        yield channel
+        channel.send(StopWorkers(0))
+        ranks.join(_PATIENCE_S)
+    finally:
+        ranks.kill()
+        channel.close()
+
+
+def drain(endpoints: tuple[WorkerEndpoint, ...]) -> None:
+    channels = [WorkerChannel(endpoint) for endpoint in endpoints]
+    while all(isinstance(channel.receive(_PATIENCE_S), StepPlan) for channel in channels):
+        pass
+
+
+class Stopwatch:
+    """Microseconds of named parts, step by step."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[float]] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._times.setdefault(name, []).append((time.perf_counter() - start) * 1e6)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in self._times.items()}
+
+
+def prefilled(
+    num_sequences: int, steps: int, depth: int
+) -> tuple[EngineCore, TimedExecutor, list[GenerationRequest]]:
+    """An engine of which every sequence decodes, with nothing in flight."""
+    executor = make_executor(num_sequences, 2 * steps)
     core = EngineCore(executor, make_config(num_sequences, depth), time.monotonic)
-    for number in range(num_sequences):
-        core.add(make_request(number, 3 * steps))
+    requests = [make_request(number, 2 * steps) for number in range(num_sequences)]
+    for request in requests:
+        core.add(request)
     while len(core.scheduler.running) < num_sequences or core.scheduler.running[-1].num_tokens_left_to_compute > 1:
         core.finish_step(core.plan_step())
     while core.scheduler.in_flight:
         apply_result(core.scheduler, executor.take_result(1.0))
+    return core, executor, requests
 
-    times: dict[str, list[float]] = {}
 
-    def timed(name: str, start: float) -> float:
-        now = time.perf_counter()
-        times.setdefault(name, []).append((now - start) * 1e6)
-        return now
-
-    for _ in range(steps):
-        start = time.perf_counter()
-        plan = core.scheduler.schedule()
-        assert plan is not None
-        start = timed("schedule", start)
-        encoded = encode(plan)
-        timed("encode plan", start)
-        executor.submit(plan)
-        answer = encode(executor.take_result(1.0))
-        start = time.perf_counter()
-        result = decode(answer)
-        start = timed("decode result", start)
-        assert isinstance(result, StepResult)
-        deltas = apply_result(core.scheduler, result)
-        start = timed("apply result", start)
-        core._forget_finished(deltas)
-        core.stats()
-        timed("count, snapshot", start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    medians["plan bytes"] = float(len(encoded))
-    return medians
+def measure_parts(num_sequences: int, steps: int, depth: int, tokenizer: Tokenizer) -> tuple[Parts, Parts, int]:
+    """Median microseconds of each part of a decode step, one part at a time: the driver's, the ingress's; and the
+    bytes of a plan.
+    """
+    core, executor, requests = prefilled(num_sequences, steps + _WARM_UP, depth)
+    first_step = executor.num_submitted
+    texts = {request.request_id: RequestText(request, tokenizer) for request in requests}
+    driver, ingress = Stopwatch(), Stopwatch()
+    with draining_ranks() as channel:
+        for step in range(-_WARM_UP, steps):
+            if step == 0:
+                driver, ingress = Stopwatch(), Stopwatch()
+            with driver.part("schedule"):
+                plan = core.scheduler.schedule()
+            assert plan is not None
+            sent = replace(plan, step=plan.step - first_step)  # the channel counts from its own beginning
+            with driver.part("encode and send"):
+                channel.send(sent)
+            executor.submit(plan)
+            answer = codec.encode(executor.take_result(1.0))
+            with driver.part("decode result"):
+                result = codec.decode(answer)
+            assert isinstance(result, StepResult)
+            with driver.part("apply result"):
+                deltas = apply_result(core.scheduler, result)
+            with driver.part("count, snapshot"):
+                core._forget_finished(deltas)
+                core._count_timings(plan, result.timings)
+                core.stats()
+            with driver.part("encode deltas"):
+                message = delta_codec.encode(Deltas(tuple(deltas)))
+            with ingress.part("decode deltas"):
+                received = delta_codec.decode(message)
+            assert isinstance(received, Deltas)
+            with ingress.part("detokenize"):
+                for delta in received.deltas:
+                    texts[delta.request_id].push(delta)
+    return driver.medians(), ingress.medians(), len(codec.encode(plan))
 
 
 def measure_loop(num_sequences: int, steps: int, depth: int) -> float:
@@ -136,17 +205,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--depth", type=int, default=2, choices=(1, 2))
     arguments = parser.parse_args()
-    print(f"microseconds a step, {arguments.depth} in flight, {arguments.steps} steps")
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    print(f"microseconds a step, {arguments.depth} in flight, {_RANKS} ranks, {arguments.steps} steps")
     for num_sequences in (1, 32, 256):
-        parts = measure_parts(num_sequences, arguments.steps, arguments.depth)
-        num_bytes = parts.pop("plan bytes")
+        driver, ingress, num_bytes = measure_parts(num_sequences, arguments.steps, arguments.depth, tokenizer)
         turn = measure_loop(num_sequences, arguments.steps, arguments.depth)
-        line = ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
-        total = sum(parts.values())
-        print(
-            f"{num_sequences:4d} running: {total:6.0f} ({total / num_sequences:.2f} a sequence): {line}; "
-            f"plan {num_bytes:.0f} bytes; turn of the loop, no codec {turn:.0f}"
-        )
+        print(f"{num_sequences:4d} running, plan of {num_bytes} bytes; turn of the loop without codec {turn:.0f}")
+        for place, parts in (("driver", driver), ("ingress", ingress)):
+            total = sum(parts.values())
+            line = ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
+            print(f"     {place:7s} {total:6.0f} ({total / num_sequences:.2f} a sequence): {line}")
 
 
 if __name__ == "__main__":

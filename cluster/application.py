@@ -30,6 +30,7 @@ from cluster.driver.routing import ByAddress
 from cluster.driver.status import DriverCard, ServedModel
 from cluster.errors import StartupFailed, Unavailable
 from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
+from cluster.ingress.admission import Limits
 from cluster.ingress.app import build_app
 from cluster.launch import start_log
 from cluster.launch.unplaced import UnplacedDrivers
@@ -107,6 +108,8 @@ class IngressReplica:
             self._completer,
             self._config.model_name,
             lambda: self._fleet.unavailable_because,
+            engine_stats=self._fleet.stats,
+            limits=Limits(allow_priority=self._config.allow_priority),
             version=importlib.metadata.version("shardserve"),
         )
 

@@ -64,6 +64,7 @@ class ClusterConfig(BaseModel):
     max_num_seqs: int = Field(256, ge=1, description="sequences in one step at the most")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step at the most")
     max_waiting_requests: int = Field(512, ge=1, description="more than this many waiting: 429")
+    allow_priority: bool = Field(False, description="whether HTTP clients may set the priority of a request")
     max_steps_in_flight: int = Field(2, ge=1, le=2)
     prefix_cache: bool = Field(True, description="compute equal beginnings of prompts once")
     batch_invariant: bool = Field(True, description="equal bits for a sequence in any batch")

@@ -37,7 +37,7 @@ class SamplingParams:
     vocabulary is for those to check who know it.
     """
 
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone is computed
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -59,7 +59,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("max_tokens", self.max_tokens, 0, None)
         _check_range("temperature", self.temperature, 0, 2)
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p")
@@ -162,7 +162,8 @@ class TokenDelta:
     """What one choice of a request gained in a step.
 
     A choice gets any number of deltas; exactly one, its last, has a `finish_reason`. When that is STOP, the last
-    token id is the stop token: billed, never shown as text. `error` is set with ERROR and says what happened.
+    token id is the stop token: billed, never shown as text. (That of a choice which its reader has finished, for a
+    stop string, has no token, and no reader.) `error` is set with ERROR and says what happened.
     Where asked, `logprobs` has one entry a token id, and one delta of each choice, not later than its first token,
     has `prompt_logprobs`: one entry a prompt token, the first of them None.
     """

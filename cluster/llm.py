@@ -137,7 +137,7 @@ class LLM:
                 if text is None:
                     continue
                 if text.finish_reason is not None and delta.finish_reason is None:
-                    self._engine.abort(delta.request_id, delta.choice)
+                    self._engine.finish_choice(delta.request_id, delta.choice)
                 if texts[delta.request_id].finished:
                     del texts[delta.request_id]
                 yield delta.request_id, text

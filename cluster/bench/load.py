@@ -14,6 +14,7 @@ import httpx
 from cluster.bench.prompts import random_words, words_for_tokens
 from cluster.bench.streaming import CompletionRequest, Sample, stream_completion
 from cluster.bench.summary import LevelSummary, summarize
+from cluster.bench.worker_time import wait_share, worker_seconds
 from cluster.errors import InvalidConfig, StartupFailed
 
 _WARM_UP_INDEX = 1_000_000_000  # far from the measured requests' indices, so that no prompt is sent twice
@@ -125,6 +126,7 @@ async def _run_level(
         samples.append(await stream_completion(client, request, started=due))
 
     samples: list[Sample] = []
+    worked_before = await worker_seconds(client)
     started = time.perf_counter()
     if plan.rate is not None:
         load = f"{plan.rate:g} requests/s"
@@ -138,7 +140,13 @@ async def _run_level(
     except TimeoutError:
         pass  # what ran is cancelled and counted as unfinished
     duration_s = time.perf_counter() - started
-    return summarize(load, samples, duration_s=duration_s, unfinished=len(requests) - len(samples))
+    return summarize(
+        load,
+        samples,
+        duration_s=duration_s,
+        unfinished=len(requests) - len(samples),
+        worker_wait_share=wait_share(worked_before, await worker_seconds(client)),
+    )
 
 
 async def closed_loop(

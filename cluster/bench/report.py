@@ -10,12 +10,17 @@ from cluster.bench.summary import LevelSummary, Spread
 
 
 def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
-    """One row a level; failures in their own column, so that they cannot be overlooked."""
+    """One row a level; failures in their own column, so that they cannot be overlooked. `wait` is there where the
+    server tells which share of their time its workers waited for its driver.
+    """
     title = f"{model} at {plan.url}: {plan.input_len} tokens in, {plan.output_len} out; times in ms, median / p99"
     result = Table(title=title, title_justify="left")
     result.add_column("load", no_wrap=True)
     for heading in ("done", "failed", "tok/s", "TTFT", "ITL", "TPOT"):
         result.add_column(heading, justify="right", no_wrap=True)
+    has_wait = any(level.worker_wait_share is not None for level in levels)
+    if has_wait:
+        result.add_column("wait", justify="right", no_wrap=True)
     for level in levels:
         failed = level.failed + level.unfinished
         result.add_row(
@@ -24,6 +29,7 @@ def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
             f"[red]{failed}[/red]" if failed else "0",
             f"{level.output_tokens_per_s:.1f}",
             *(_cell(spread) for spread in (level.ttft_ms, level.itl_ms, level.tpot_ms)),
+            *([_share(level.worker_wait_share)] if has_wait else []),
         )
     return result
 
@@ -32,6 +38,10 @@ def _cell(spread: Spread) -> str:
     if spread.median is None or spread.p99 is None:
         return "-"
     return f"{spread.median:.1f} / {spread.p99:.1f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def notes(levels: Sequence[LevelSummary]) -> list[str]:
@@ -44,6 +54,8 @@ def notes(levels: Sequence[LevelSummary]) -> list[str]:
     ]
     if any(level.completed and not level.tokens_from_usage for level in levels):
         lines.append("The server reports no usage: one chunk of text is counted as one token.")
+    if any(level.worker_wait_share is not None for level in levels):
+        lines.append("wait: the share of their time in which the workers waited for the driver.")
     return lines
 
 

@@ -45,6 +45,7 @@ class LevelSummary:
     ttft_ms: Spread
     itl_ms: Spread
     tpot_ms: Spread
+    worker_wait_share: float | None  # of their time, for the driver; None: the server does not tell
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +61,14 @@ def percentile(ordered: Sequence[float], percent: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def summarize(load: str, samples: Sequence[Sample], *, duration_s: float, unfinished: int) -> LevelSummary:
+def summarize(
+    load: str,
+    samples: Sequence[Sample],
+    *,
+    duration_s: float,
+    unfinished: int,
+    worker_wait_share: float | None = None,
+) -> LevelSummary:
     """The figures of one level, over the requests that completed."""
     good = [sample for sample in samples if sample.failure is None]
     failures = Counter(sample.failure for sample in samples if sample.failure is not None)
@@ -81,6 +89,7 @@ def summarize(load: str, samples: Sequence[Sample], *, duration_s: float, unfini
         ttft_ms=Spread.of([1e3 * (s.chunk_times[0] - s.started) for s in good if s.chunk_times]),
         itl_ms=Spread.of([1e3 * gap for s in good for gap in _gaps(s.chunk_times)]),
         tpot_ms=Spread.of([1e3 * tpot for s in good if (tpot := _tpot(s)) is not None]),
+        worker_wait_share=worker_wait_share,
     )
 
 

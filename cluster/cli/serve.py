@@ -35,6 +35,14 @@ def serve(
     max_waiting_requests: Annotated[
         int | None, typer.Option(help="More waiting than this: 429 (default: 512).", show_default=False)
     ] = None,
+    allow_priority: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-priority/--no-allow-priority",
+            help="Let HTTP clients set the priority of a request (default: no).",
+            show_default=False,
+        ),
+    ] = None,
     drain_deadline_s: Annotated[
         float | None,
         typer.Option(help="Seconds that running streams get at the end (default: 60).", show_default=False),
@@ -71,6 +79,7 @@ def serve(
             "max_num_batched_tokens": max_num_batched_tokens,
             "prefix_cache": prefix_cache,
             "max_waiting_requests": max_waiting_requests,
+            "allow_priority": allow_priority,
             "drain_deadline_s": drain_deadline_s,
             "address": address,
             "proxy": proxy,

@@ -89,8 +89,12 @@ class Driver:
             raise
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Of a request whose client has gone; or of one choice, whose text has met a stop string."""
         self._subscriptions.disown(request_id, choice)
-        self._engine.abort(request_id, choice)
+        if choice is None:
+            self._engine.abort(request_id)
+        else:
+            self._engine.finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         """Renew the lease; the answer says whether there was one, and how the driver is."""

@@ -7,13 +7,14 @@ Lives on one event loop. Knows drivers and how busy they say they are; knows not
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from cluster.driver.connection import DriverConnection
 from cluster.driver.handle import Drivers, ReachedDriver
 from cluster.driver.status import DriverCard, ServedModel
+from cluster.engine.stats import EngineStats
 from cluster.errors import ShardserveError, Unavailable
 from cluster.generation import GenerationRequest, TokenDelta
 
@@ -23,6 +24,7 @@ _LOOK_S = 1.0  # between looks for drivers that have come or are going
 _LOOK_IN_NEED_S = 0.2  # while there is none
 _EXPLAIN_S = 5.0  # between questions why there is none, and for the answer
 _DRAIN_POLL_S = 0.05
+_STATS_S = 2.0  # for a driver to say what it has counted
 
 
 @dataclass(slots=True)
@@ -96,6 +98,14 @@ class DriverFleet:
             await asyncio.sleep(_DRAIN_POLL_S)
         return self._model
 
+    async def stats(self) -> Mapping[str, EngineStats]:
+        """What each driver has counted, by its address. One that does not answer, or drains, is left out."""
+        members = self._present()
+        answers = await asyncio.gather(*(self._stats_of(member) for member in members))
+        return {
+            member.card.address: stats for member, stats in zip(members, answers, strict=True) if stats is not None
+        }
+
     async def drain(self, deadline_s: float) -> bool:
         """Refuse what is new. True once nothing runs any more, False when the deadline came first."""
         self._draining = True
@@ -140,6 +150,12 @@ class DriverFleet:
         member = self._owners.get(request_id)
         if member is not None:
             await member.connection.finish_choice(request_id, choice)
+
+    async def _stats_of(self, member: _Member) -> EngineStats | None:
+        with suppress(ShardserveError, TimeoutError):
+            async with asyncio.timeout(_STATS_S):
+                return await member.driver.stats()
+        return None
 
     def _choose(self, tried: set[str]) -> _Member:
         """The least busy driver. Raises `Unavailable` when there is none."""

@@ -18,6 +18,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from cluster.driver.lifeline import Lifeline
 from cluster.driver.status import DriverCard, DriverStatus
+from cluster.engine.stats import EngineStats
 from cluster.errors import GenerationFailed, ShardserveError, Unavailable
 from cluster.generation import GenerationRequest
 
@@ -41,6 +42,10 @@ class DriverHandle(Protocol):
 
 class ReachedDriver(DriverHandle, Protocol):
     """One of several, reached across the cluster."""
+
+    async def stats(self) -> EngineStats:
+        """What its engine has counted."""
+        ...
 
     async def close(self) -> None:
         """Let go of what reaches it. Idempotent."""
@@ -113,6 +118,13 @@ class AddressedDriver:
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         return await self._lifeline.heartbeat(subscriber_id)
+
+    async def stats(self) -> EngineStats:
+        try:
+            stats: EngineStats = await self._calls.stats.remote()
+        except (RayError, RayServeException) as error:
+            raise as_ours(error) from None
+        return stats
 
     async def close(self) -> None:
         await self._lifeline.close()

@@ -73,11 +73,11 @@ class EngineCore:
         self._counters.received += len(choices)
         self._counters.prompt_tokens += len(request.prompt_token_ids)
 
-    def abort(self, request_id: str, choice: int | None = None) -> list[TokenDelta]:
-        """End one choice, or all of them. Unknown and finished ones are ignored."""
+    def end(self, request_id: str, choice: int | None, reason: FinishReason) -> list[TokenDelta]:
+        """End one choice, or all of them (None). Unknown and finished ones are ignored."""
         live = self._requests.get(request_id, {})
         chosen = list(live.values()) if choice is None else [live[choice]] if choice in live else []
-        return self._end(chosen, FinishReason.ABORT)
+        return self._end(chosen, reason)
 
     def fail_all(self, error: str) -> list[TokenDelta]:
         """End every live choice by our fault."""
@@ -126,8 +126,9 @@ class EngineCore:
         self._counters.recoveries += 1
 
     def note_outage(self, report: OutageReport) -> None:
-        """For whoever reads the stats."""
+        """One is over."""
         self._last_outage = report
+        self._counters.outage_seconds += report.seconds
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self._counters
@@ -136,6 +137,7 @@ class EngineCore:
             waiting=len(scheduler.waiting),
             waiting_requests=len(self._not_started),
             free_blocks=self.pool.num_free,
+            cached_blocks=self.pool.num_cached,
             total_blocks=self.pool.num_blocks,
             started_requests=counters.started_requests,
             received=counters.received,
@@ -143,13 +145,15 @@ class EngineCore:
             preemptions=scheduler.num_preemptions,
             recoveries=counters.recoveries,
             last_outage=self._last_outage,
+            outage_seconds=counters.outage_seconds,
             prompt_tokens=counters.prompt_tokens,
             prefix_cache_queries=scheduler.prefix_cache.num_queried_tokens,
             prefix_cache_hits=scheduler.prefix_cache.num_hit_tokens,
             generation_tokens=counters.generation_tokens,
             steps=counters.steps,
             last_step_at=counters.last_step_at,
-            recent=tuple(counters.recent),
+            step_seconds=counters.step_seconds.snapshot(),
+            busy=counters.busy,
         )
 
     def check_integrity(self) -> None:
@@ -181,12 +185,13 @@ class EngineCore:
             self._counters.started_requests += num_before - len(self._not_started)
 
     def _take_result(self) -> list[TokenDelta]:
-        result = self._executor.take_result(self._deadline_s(self.scheduler.in_flight[0][0]))
+        plan, _ = self.scheduler.in_flight[0]
+        result = self._executor.take_result(self._deadline_s(plan))
         deltas = apply_result(self.scheduler, result)
         self._forget_finished(deltas)
         self._counters.steps += 1
         self._counters.last_step_at = self._clock()
-        self._note_timings(result.timings)
+        self._count_timings(plan, result.timings)
         return deltas
 
     def _deadline_s(self, plan: StepPlan) -> float:
@@ -195,10 +200,10 @@ class EngineCore:
             return self._config.step_deadline_s
         return min(self._config.step_deadline_s, self._config.heartbeat_deadline_s)
 
-    def _note_timings(self, timings: StepTimings) -> None:
-        """Keep them, unless the ranks had waited for work rather than for the driver."""
-        if not self._was_idle:
-            self._counters.recent.append(timings)
+    def _count_timings(self, plan: StepPlan, timings: StepTimings) -> None:
+        """Ranks that were idle before had waited for work rather than for the driver."""
+        if plan.new or plan.known:
+            self._counters.count_timings(timings, at_once=not self._was_idle)
         self._was_idle = not (self.scheduler.in_flight or self.scheduler.running or self.scheduler.waiting)
 
     def _end(self, sequences: list[Sequence], reason: FinishReason, error: str | None = None) -> list[TokenDelta]:

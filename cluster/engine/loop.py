@@ -1,7 +1,7 @@
 """The engine: one thread that turns requests into plans and results into tokens, however often the ranks are lost.
 
-Synchronous inside; `submit`, `abort`, `prove`, `stats`, `drain` and `stop` may be called from any thread. Knows
-requests and an executor; knows nothing of text, HTTP, Ray or torch.
+Synchronous inside; `submit`, `abort`, `finish_choice`, `prove`, `stats`, `drain` and `stop` may be called from any
+thread. Knows requests and an executor; knows nothing of text, HTTP, Ray or torch.
 """
 
 import logging
@@ -21,7 +21,7 @@ from cluster.engine.recovery import RecoveryBudget, Restart
 from cluster.engine.stats import EngineStats
 from cluster.engine.suspects import OUT_FROM
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
-from cluster.generation import GenerationRequest, TokenDelta
+from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 
 _CLOSE_DEADLINE_S = 5.0  # for the last deltas to go out, and for the thread to end after its step
 
@@ -29,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Abort:
+class _End:
     request_id: str
-    choice: int | None
+    choice: int | None  # None: all of them
+    reason: FinishReason
 
 
-_Command = GenerationRequest | _Abort
+_Command = GenerationRequest | _End
 
 
 class Engine:
@@ -119,10 +120,11 @@ class Engine:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, before the next step is planned. Unknown ids are ignored."""
-        with self._wake:
-            if request_id in self._accepted:
-                self._commands.append(_Abort(request_id, choice))
-                self._wake.notify_all()
+        self._end(_End(request_id, choice, FinishReason.ABORT))
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """The same for a choice that has stopped: its text met a stop string."""
+        self._end(_End(request_id, choice, FinishReason.STOP))
 
     def prove(self) -> None:
         """Somebody suspects the ranks: run a step now, not at the next heartbeat."""
@@ -133,12 +135,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """A consistent snapshot, as of the last turn of the loop and with what was submitted since."""
         with self._wake:
-            unseen = [c.sampling.n for c in self._applying + self._commands if isinstance(c, GenerationRequest)]
+            unseen = [c for c in self._applying + self._commands if isinstance(c, GenerationRequest)]
+            num_choices = sum(request.sampling.n for request in unseen)
             return replace(
                 self._stats,
-                received=self._stats.received + sum(unseen),
-                waiting=self._stats.waiting + sum(unseen),
+                received=self._stats.received + num_choices,
+                waiting=self._stats.waiting + num_choices,
                 waiting_requests=self._stats.waiting_requests + len(unseen),
+                prompt_tokens=self._stats.prompt_tokens + sum(len(r.prompt_token_ids) for r in unseen),
             )
 
     def drain(self, deadline_s: float) -> bool:
@@ -160,6 +164,12 @@ class Engine:
         self._thread.join(self._config.step_deadline_s + 2 * _CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             _log.error("the engine's thread did not end by its deadline")
+
+    def _end(self, command: _End) -> None:
+        with self._wake:
+            if command.request_id in self._accepted:
+                self._commands.append(command)
+                self._wake.notify_all()
 
     def _run(self) -> None:
         reason = "the engine was stopped before the request had finished"
@@ -190,8 +200,9 @@ class Engine:
         self._wake.wait_for(lambda: self._commands or self._stopping or over(), self._config.heartbeat_interval_s)
 
     def _take_commands(self) -> list[_Command]:
-        self._applying, self._commands = self._commands, []
-        return self._applying
+        commands, self._commands = self._commands, []
+        self._applying += commands
+        return commands
 
     def _turn(self, commands: list[_Command]) -> None:
         self._apply(commands)
@@ -212,8 +223,8 @@ class Engine:
             match command:
                 case GenerationRequest():
                     self._core.add(command)
-                case _Abort(request_id, choice):
-                    self._outbox += self._core.abort(request_id, choice)
+                case _End(request_id, choice, reason):
+                    self._outbox += self._core.end(request_id, choice, reason)
                 case _:
                     assert_never(command)
 

@@ -43,6 +43,7 @@ class Sequence:
     max_total_tokens: int  # it ends by length when it has this many
     stop_token_ids: frozenset[int]
     min_tokens: int = 0  # a stop token ends it only after this many
+    prompt_only: bool = False  # the ranks sample a token all the same; it is dropped
     prompt_logprobs: PromptLogprobs | None = None  # where asked, until they have gone out
     priority: int = 0
     cache_fields: Mapping[str, str] = field(default_factory=dict)  # cached blocks are shared where these are equal
@@ -112,6 +113,8 @@ class Sequence:
         """
         self.num_pending_tokens -= 1
         self.num_strikes = 0
+        if self.prompt_only:
+            return (), FinishReason.LENGTH
         for position, token in enumerate(token_ids):
             self.token_ids.append(token)
             if token in self.stop_token_ids and self.num_output_tokens > self.min_tokens:
@@ -141,6 +144,7 @@ def make_sequence(
 ) -> Sequence:
     """The sequence of one choice. `seed` is the request's own, or the one drawn for it at submission."""
     asked = request.sampling
+    prompt_only = asked.max_tokens == 0
     stops = asked.stop_token_ids if asked.ignore_eos else asked.stop_token_ids + eos_token_ids
     return Sequence(
         sequence_id=sequence_id,
@@ -158,9 +162,10 @@ def make_sequence(
         ),
         token_ids=list(request.prompt_token_ids),
         num_prompt_tokens=len(request.prompt_token_ids),
-        max_total_tokens=max_total_tokens,
+        max_total_tokens=max_total_tokens + prompt_only,
         stop_token_ids=frozenset(stops),
         min_tokens=asked.min_tokens,
+        prompt_only=prompt_only,
         prompt_logprobs=None if asked.prompt_logprobs is None else PromptLogprobs(request.prompt_token_ids),
         priority=request.priority,
         cache_fields={} if request.cache_salt is None else {"cache_salt": request.cache_salt},

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from cluster.errors import InvalidRequest
-from cluster.generation import MAX_CHOICES
+from cluster.generation import MAX_CHOICES, RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class Limits:
     max_body_bytes: int = 4 * 2**20
     max_prompts: int = 64  # in one request to /v1/completions
     max_choices: int = MAX_CHOICES  # prompts x n
+    allow_priority: bool = False  # to go before others, or behind them
 
     def check(self, num_prompts: int, n: int) -> None:
         """Raises `InvalidRequest` with the numbers."""
@@ -31,6 +32,15 @@ class Limits:
                 f"n is {n} for {num_prompts} prompts, together {num_prompts * n} choices, but one request may "
                 f"have at most {self.max_choices}",
                 "n",
+            )
+
+    def check_options(self, options: RequestOptions) -> None:
+        """Raises `InvalidRequest` for a priority where the operator gives none."""
+        if options.priority and not self.allow_priority:
+            raise InvalidRequest(
+                f"priority is {options.priority}, but this server treats all requests alike; its operator can "
+                "allow priorities by the setting allow_priority",
+                "priority",
             )
 
     async def read_body(self, request: Request) -> bytes:

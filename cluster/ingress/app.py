@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,12 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.engine.stats import EngineStats
 from cluster.errors import ContextOverflow, ModelNotFound, ShardserveError, Unavailable
 from cluster.ingress.admission import Limits
 from cluster.ingress.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from cluster.ingress.logprobs import echo_of
 from cluster.ingress.openai import api_error
 from cluster.ingress.rendering import Identity
+from cluster.ingress.scrape import Scrape
 from cluster.ingress.sse import Answer
 from cluster.text.completer import Completer
 
@@ -36,6 +38,7 @@ def build_app(
     model_name: str,
     unavailable_because: Callable[[], str | None],
     *,
+    engine_stats: Callable[[], Awaitable[Mapping[str, EngineStats]]],
     version: str,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.time,
@@ -43,7 +46,9 @@ def build_app(
     """The ASGI application of one served model.
 
     `unavailable_because` says why no token can be made at the moment, None when one can; it must not block.
+    `engine_stats` asks the drivers what they have counted, by their addresses.
     """
+    scrape = Scrape(engine_stats, completer.meter, unavailable_because, version=version, model=model_name)
     endpoints = _Endpoints(completer, model_name, unavailable_because, version, limits or Limits(), clock)
     app = FastAPI(
         title="shardserve",
@@ -62,6 +67,7 @@ def build_app(
     app.add_api_route("/health", endpoints.health, methods=_READ)
     app.add_api_route("/live", endpoints.live, methods=_READ)
     app.add_api_route("/version", endpoints.version, methods=_READ)
+    app.add_api_route("/metrics", scrape.answer, methods=_READ)
     app.add_exception_handler(ShardserveError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_middleware(_LastResort)
@@ -93,6 +99,7 @@ class _Endpoints:
         self._check_model(body.model)
         identity = self._identity("chatcmpl", chat=True)
         sampling, options = body.sampling(), body.options()
+        self._limits.check_options(options)
         self._limits.check(1, sampling.n)
         messages = [message.for_template() for message in body.messages]
         prepared = await self._completer.prepare_chat(identity.answer_id, messages, sampling, options)
@@ -103,6 +110,7 @@ class _Endpoints:
         self._check_model(body.model)
         identity = self._identity("cmpl", chat=False)
         sampling, options = body.sampling(), body.options()
+        self._limits.check_options(options)
         self._limits.check(len(body.prompt), sampling.n)
         prepared = [
             await self._completer.prepare(

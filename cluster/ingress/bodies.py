@@ -175,22 +175,13 @@ class CompletionBody(GenerationBody):
 
     @property
     def form(self) -> AnswerForm:
-        return replace(
-            super().form,
-            logprobs=self.logprobs is not None,
-            echo=bool(self.echo),
-            prompt_only=self.max_tokens == 0,
-        )
+        return replace(super().form, logprobs=self.logprobs is not None, echo=bool(self.echo))
 
     def _num_logprobs(self) -> int | None:
         return self.logprobs
 
     def _num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
-
-    def _max_tokens(self) -> int | None:
-        """The engine always makes a token; the answer drops it where none is asked for."""
-        return 1 if self.max_tokens == 0 else self.max_tokens
 
 
 class ChatBody(GenerationBody):

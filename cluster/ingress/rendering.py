@@ -41,7 +41,6 @@ class AnswerForm:
     include_usage: bool = False  # at the end of a stream
     logprobs: bool = False
     echo: bool = False  # the prompt before each choice's text
-    prompt_only: bool = False  # what was generated is dropped, and not billed
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ShardserveError
-from cluster.generation import FinishReason, GenerationRequest, TextDelta
+from cluster.generation import GenerationRequest
 from cluster.ingress.feed import Feed
 from cluster.ingress.logprobs import Echo
 from cluster.ingress.openai import api_error
@@ -76,17 +75,11 @@ class Answer(Response):
 
     async def _whole(self, feed: Feed) -> JSONResponse:
         builders = {request.request_id: CompletionBuilder(request) for request in self._requests}
-        while taken := await self._take(feed):
+        while taken := await feed.take():
             for choice, delta in taken.items():
                 builders[self._owners[choice].request_id].add(delta)
         body = whole_answer(self._contents, [builder.completion() for builder in builders.values()])
         return JSONResponse(body, headers={"x-request-id": self._identity.answer_id})
-
-    async def _take(self, feed: Feed) -> dict[int, TextDelta]:
-        taken = await feed.take()
-        if self._form.prompt_only:
-            return {choice: _without_output(delta) for choice, delta in taken.items()}
-        return taken
 
     async def _send_events(self, feed: Feed, send: Send) -> None:
         request_id = (b"x-request-id", self._identity.answer_id.encode())
@@ -106,7 +99,7 @@ class Answer(Response):
         events = renderer.opening(len(self._owners))
         billed = cached = 0
         try:
-            while taken := await self._take(feed):
+            while taken := await feed.take():
                 for choice, delta in taken.items():
                     events += renderer.delta(choice, delta)
                     billed += len(delta.token_ids)
@@ -123,14 +116,6 @@ class Answer(Response):
             prompts = sum(len(request.prompt_token_ids) for request in self._requests)
             events += renderer.usage(Usage(prompts, billed, cached))
         yield events + DONE
-
-
-def _without_output(delta: TextDelta) -> TextDelta:
-    """What `delta` says of the prompt. The engine makes one token where none is asked for; here it is dropped."""
-    reason = None if delta.finish_reason is None else FinishReason.LENGTH
-    return replace(
-        delta, text="", token_ids=(), logprobs=(), text_offsets=(), finish_reason=reason, stop_reason=None
-    )
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[None, None, None]) -> None:

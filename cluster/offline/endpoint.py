@@ -3,7 +3,7 @@
 Knows the ASGI application and the driver behind it; knows nothing of files.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,8 @@ from fastapi import FastAPI
 from cluster.config import ClusterConfig
 from cluster.driver.connection import DriverConnection
 from cluster.driver.driver import Driver
+from cluster.engine.stats import EngineStats
+from cluster.ingress.admission import Limits
 from cluster.ingress.app import build_app
 from cluster.llm import start_offline_group
 from cluster.offline.batch import Answer
@@ -62,4 +64,15 @@ async def _application(driver: Driver, connection: DriverConnection, model_name:
     completer = Completer(
         load_tokenizer(path), load_chat_template(path), connection, model.max_model_len, model.vocab_size
     )
-    return build_app(completer, model_name, lambda: connection.unavailable_because, version=version("shardserve"))
+    return build_app(
+        completer,
+        model_name,
+        lambda: connection.unavailable_because,
+        engine_stats=lambda: _stats_of(driver),
+        limits=Limits(allow_priority=True),  # whoever wrote the requests started this, too
+        version=version("shardserve"),
+    )
+
+
+async def _stats_of(driver: Driver) -> Mapping[str, EngineStats]:
+    return {"offline": await driver.stats()}

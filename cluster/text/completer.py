@@ -19,6 +19,7 @@ from cluster.generation import (
     TokenDelta,
     TokenSource,
 )
+from cluster.metrics.serving_meter import ServingMeter
 from cluster.text.chat_template import ChatMessage, ChatTemplate
 from cluster.text.choice import CompletionBuilder, RequestText
 from cluster.text.prompts import Prompt, PromptEncoder
@@ -31,7 +32,7 @@ _LONG_TEXT = 16_384
 
 
 class Completer:
-    """Prepares requests, runs them and turns their tokens into text."""
+    """Prepares requests, runs them and turns their tokens into text. `meter` has measured all that it ran."""
 
     def __init__(
         self,
@@ -40,12 +41,14 @@ class Completer:
         source: TokenSource,
         max_model_len: int,  # tokens a sequence may have, prompt and output together
         vocab_size: int | None = None,  # of the model; default: the tokenizer's
+        meter: ServingMeter | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.encoder = PromptEncoder(
             tokenizer, chat_template, max_model_len, tokenizer.vocab_size if vocab_size is None else vocab_size
         )
         self._source = source
+        self.meter = meter or ServingMeter()
 
     async def prepare(
         self,
@@ -83,6 +86,7 @@ class Completer:
         before the first delta, `GenerationFailed` or `Unavailable` later.
         """
         texts = RequestText(request, self.tokenizer)
+        watch = self.meter.watch()
         # A source's stream has to be left by closing it, and only a generator can be.
         tokens = cast(AsyncGenerator[TokenDelta, None], self._source.stream(request))
         async with aclosing(tokens):
@@ -90,9 +94,12 @@ class Completer:
                 text = texts.push(delta)
                 if text is None:
                     continue
-                yield text
+                watch.gained(text.choice, len(text.token_ids))
+                if texts.finished:
+                    watch.finished()
                 if text.finish_reason is not None and delta.finish_reason is None:
                     await self._finish_choice(request.request_id, delta.choice)
+                yield text
                 if texts.finished:
                     return
         raise GenerationFailed("the engine ended the stream before every choice had finished")

@@ -13,7 +13,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("temperature", NAN),

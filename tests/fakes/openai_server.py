@@ -30,6 +30,7 @@ class FakeBehaviour:
     breaks_after_tokens: int | None = None  # the stream ends without finish_reason
     error_after_tokens: int | None = None  # an error event instead of the rest
     stalls: bool = False  # a stream that never sends anything
+    worker_seconds: list[dict[str, float]] = field(default_factory=list)  # by part, in one scrape after the other
     requests: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
@@ -41,6 +42,15 @@ def build_fake_app(behaviour: FakeBehaviour) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": "fake-model", "object": "model"}]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        if not behaviour.worker_seconds:
+            return _error(404, "no such route")
+        name = "shardserve_worker_seconds_total"
+        parts = behaviour.worker_seconds.pop(0)
+        lines = [f'{name}{{part="{part}"}} {seconds}' for part, seconds in parts.items()]
+        return Response("\n".join([f"# TYPE {name} counter", *lines, ""]), media_type="text/plain")
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -94,6 +94,8 @@ class ScriptedSource:
         reason = FinishReason.LENGTH if end is None else FinishReason.STOP
         ids = ids if end is None else ids[: end + 1]
         parts = [tuple(ids[at : at + self.burst]) for at in range(0, len(ids), self.burst)]
+        if sampling.max_tokens == 0:
+            parts = [()]
         last = len(parts) - 1
         return [
             TokenDelta(

@@ -102,6 +102,7 @@ def application(counter_path: Path) -> Iterator[Served]:
             "step_deadline_s": 6,
             "max_recoveries": 1000,
             "drain_deadline_s": 5,
+            "allow_priority": True,
         }
         serve.run(build(settings), name="shardserve")
         driver = serve.get_deployment_handle(DRIVER, "shardserve")

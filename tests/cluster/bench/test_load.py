@@ -150,6 +150,16 @@ def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], message: str
         BenchPlan(**{"url": "http://x", **settings})
 
 
+async def test_what_the_server_says_of_its_workers_is_shown() -> None:
+    seconds = [{"wait": 1.0, "forward": 9.0}, {"wait": 2.0, "forward": 12.0}]
+    with serve_fake(FakeBehaviour(worker_seconds=seconds)) as url:
+        plan = BenchPlan(url=url, concurrency=(1,), requests=2)
+        levels = [level async for _, level in measure(plan)]
+    assert levels[0].worker_wait_share == 0.25
+    assert table("fake-model", plan, levels).columns[-1].header == "wait"
+    assert "workers waited for the driver" in notes(levels)[-1]
+
+
 async def test_the_report_has_every_level() -> None:
     with serve_fake(FakeBehaviour()) as url:
         plan = BenchPlan(url=url, concurrency=(1, 2), requests=2, input_len=8, output_len=3, seed=5)

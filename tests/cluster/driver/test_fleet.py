@@ -9,6 +9,7 @@ import pytest
 from cluster.driver.driver import Driver
 from cluster.driver.fleet import DriverFleet
 from cluster.driver.status import DriverCard, DriverStatus, LifelineAddress
+from cluster.engine.stats import EngineStats
 from cluster.errors import Unavailable
 from cluster.generation import FinishReason, GenerationRequest, TokenDelta
 from tests.cluster.driver.rig import MODEL, DriverRig, count_from, scripted
@@ -24,6 +25,7 @@ class Reached:
         self.driver = driver
         self.gone = asyncio.Event()
         self.refuses = False
+        self.hangs = False
         self.num_submitted = 0
         self.is_closed = False
 
@@ -56,6 +58,13 @@ class Reached:
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         return await self.driver.heartbeat(subscriber_id)
+
+    async def stats(self) -> EngineStats:
+        if self.gone.is_set():
+            raise Unavailable("the replica is gone")
+        if self.hangs:
+            await asyncio.sleep(60)
+        return await self.driver.stats()
 
     async def close(self) -> None:
         self.is_closed = True
@@ -214,7 +223,7 @@ async def test_a_stop_string_ends_the_choice_where_it_runs(start: Start, some: S
     await anext(stream)
     await fleet.finish_choice("stopped", 0)
     await tokens(stream)
-    await eventually(lambda: driver._engine.stats().finished.get(FinishReason.ABORT) == 1)
+    await eventually(lambda: driver._engine.stats().finished.get(FinishReason.STOP) == 1)
 
 
 async def test_draining_finishes_what_runs_and_refuses_what_is_new(
@@ -254,3 +263,18 @@ async def test_it_asks_why_there_is_no_driver(start: Start, some: Some, monkeypa
     some.add("a", await start())
     await eventually(lambda: fleet.unavailable_because is None)
     await fleet.close()
+
+
+async def test_each_driver_that_answers_says_what_it_has_counted(
+    some: Some, start: Start, fleet: DriverFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = [some.add(address, await start()) for address in ("a", "b", "c")]
+    await fleet.wait_connected(5)
+    await eventually(lambda: len(fleet._present()) == 3)
+    assert len(await tokens(fleet.stream(count_from(1, 5)))) == 5
+    assert sum(stats.received for stats in (await fleet.stats()).values()) == 1
+
+    reached[0].gone.set()
+    reached[1].hangs = True
+    monkeypatch.setattr("cluster.driver.fleet._STATS_S", 0.5)
+    assert set(await fleet.stats()) == {"c"}

@@ -16,7 +16,8 @@ from cluster.engine.core import EngineCore
 from cluster.engine.executor import Capacity, ExecutorFailed
 from cluster.engine.prefix_cache import PrefixCache
 from cluster.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, TokenLogprob
-from tests.fakes.scripted_executor import NextToken, ScriptedExecutor, count_up
+from tests.cluster.engine.mirrors import MirroringExecutor, check_mirror
+from tests.fakes.scripted_executor import NextToken, count_up
 
 Key = tuple[str, int]  # request id, choice
 
@@ -78,9 +79,10 @@ class Rig:
             prefix_cache=prefix_cache,
             eos_token_ids=eos_token_ids,
         )
-        self.executor = ScriptedExecutor(
+        self.executor = MirroringExecutor(
             Capacity(num_blocks, block_size),
             next_token,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
@@ -91,6 +93,7 @@ class Rig:
         self.cached: dict[Key, int] = {}  # as the first delta says
         self.tokens: dict[Key, list[int]] = {}
         self.reasons: dict[Key, FinishReason] = {}
+        self._num_tokens = 0  # in `tokens`
         self._last_progress: tuple[object, int] = (None, 0)
 
     def add(self, *requests: GenerationRequest) -> None:
@@ -100,7 +103,7 @@ class Rig:
             self.requests[request.request_id] = request
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        self._collect(self.core.abort(request_id, choice))
+        self._collect(self.core.end(request_id, choice, FinishReason.ABORT))
 
     def lose_ranks(self) -> None:
         """As the engine does on a failure. `resume` must follow."""
@@ -121,7 +124,8 @@ class Rig:
             self.resume()
         self._collect(deltas)
         self.core.check_integrity()
-        self._check_mirror()
+        self._check_counts()
+        check_mirror(self.core.scheduler, self.executor.rank)
         self._check_salts()
         self._check_progress()
         return deltas
@@ -146,10 +150,10 @@ class Rig:
         assert self.core.idle
         assert (stats.running, stats.waiting, stats.waiting_requests) == (0, 0, 0)
         assert stats.free_blocks == stats.total_blocks
-        assert stats.received == sum(stats.finished.values()) == len(self.reasons)
-        assert stats.generation_tokens == sum(map(len, self.tokens.values()))
-        assert Counter(self.reasons.values()) == +Counter(stats.finished)
+        assert len(self.reasons) == stats.received
+        assert self._num_tokens == sum(map(len, self.tokens.values()))
         assert self.executor.mirror == {}
+        assert len(self.executor.rank) == 0
 
     def _collect(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -159,6 +163,7 @@ class Rig:
             self._check_logprobs(delta)
             self.cached.setdefault(key, delta.num_cached_tokens)
             self.tokens.setdefault(key, []).extend(delta.token_ids)
+            self._num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
 
@@ -171,20 +176,18 @@ class Rig:
         start = len(prompt) + len(before)
         expected = () if asked.logprobs is None else _scripted(tokens, start, len(tokens), asked.logprobs)
         assert delta.logprobs == expected
-        due = asked.prompt_logprobs is not None and bool(delta.token_ids) and not before
+        begins = not before and (bool(delta.token_ids) or delta.finish_reason is FinishReason.LENGTH)
+        due = asked.prompt_logprobs is not None and begins
         of_prompt = (None, *_scripted(tokens, 1, len(prompt), asked.prompt_logprobs or 0)) if due else None
         assert delta.prompt_logprobs == of_prompt
 
-    def _check_mirror(self) -> None:
-        """Only when no plan is in flight are both sides at the same step."""
-        scheduler = self.core.scheduler
-        if scheduler.in_flight:
-            return
-        for sequence in scheduler.running:
-            mirrored = self.executor.mirror[sequence.sequence_id]
-            assert mirrored.token_ids == sequence.token_ids
-            assert mirrored.blocks == sequence.blocks
-            assert mirrored.num_computed == sequence.num_computed_tokens
+    def _check_counts(self) -> None:
+        """What a scrape would say now is what has happened."""
+        stats = self.core.stats()
+        assert stats.received == len(self.asked) == stats.running + stats.waiting + sum(stats.finished.values())
+        assert Counter(self.reasons.values()) == +Counter(stats.finished)
+        assert stats.generation_tokens == self._num_tokens
+        assert stats.prompt_tokens == sum(len(request.prompt_token_ids) for request in self.requests.values())
 
     def _check_salts(self) -> None:
         for reader, writer in self.executor.reads:

@@ -55,6 +55,17 @@ def test_what_lost_ranks_had_said_of_a_prompt_is_said_once(depth: int) -> None:
     assert rig.reasons == {("r", 0): FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])
+def test_a_prompt_alone_is_computed_in_chunks_and_gains_no_token(depth: int, prompt_logprobs: int | None) -> None:
+    rig = Rig(depth=depth, max_num_batched_tokens=8)
+    rig.add(make_request("r", 40, 0, prompt_logprobs=prompt_logprobs, n=2), make_request("s", 30, 4))
+    rig.run_until_idle()
+    rig.assert_nothing_left()
+    assert rig.tokens[("r", 0)] == rig.tokens[("r", 1)] == []
+    assert set(rig.reasons.values()) == {FinishReason.LENGTH}
+    assert rig.core.stats().generation_tokens == 4
+
+
 def test_an_abort_between_two_chunks_leaves_nothing(depth: int) -> None:
     rig = Rig(depth=depth, max_num_batched_tokens=8)
     rig.add(make_request("r", 40, 4, prompt_logprobs=2), make_request("s", 30, 4, prompt_logprobs=2))

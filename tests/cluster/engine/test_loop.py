@@ -351,29 +351,3 @@ def test_an_engine_that_never_started_refuses_and_stops() -> None:
     engine.stop()
     engine.stop()
     assert executor.stopped
-
-
-def test_counts_add_up_at_every_moment(depth: int) -> None:
-    inbox, over = Inbox(), threading.Event()
-    broken = []
-
-    def scrape(engine: Engine) -> None:
-        while not over.is_set():
-            stats = engine.stats()
-            if stats.received != stats.running + stats.waiting + sum(stats.finished.values()):
-                broken.append(stats)
-
-    with running(scripted(num_blocks=40), inbox, depth=depth) as engine:
-        scraper = threading.Thread(target=scrape, args=(engine,))
-        scraper.start()
-        try:
-            for number in range(40):
-                engine.submit(make_request(f"r{number}", 5, 20, n=2))
-                if number % 5 == 0:
-                    engine.abort(f"r{number}", 1)
-            assert engine.drain(_PATIENCE_S)
-        finally:
-            over.set()
-            scraper.join(_PATIENCE_S)
-        assert engine.stats().received == 80
-    assert not broken

@@ -6,13 +6,14 @@ can be slow to take it, and can hang up.
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
 import openai
 from fastapi import FastAPI
 
+from cluster.engine.stats import EngineStats
 from cluster.ingress.admission import Limits
 from cluster.ingress.app import build_app
 from cluster.text.chat_template import ChatTemplate
@@ -25,6 +26,10 @@ CONTEXT = 256
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+async def no_stats() -> Mapping[str, EngineStats]:
+    return {}
+
+
 def app_over(
     source: ScriptedSource,
     *,
@@ -32,10 +37,19 @@ def app_over(
     template: bool = True,
     limits: Limits | None = None,
     unavailable_because: Callable[[], str | None] = lambda: None,
+    engine_stats: Callable[[], Awaitable[Mapping[str, EngineStats]]] = no_stats,
 ) -> FastAPI:
     chat_template = ChatTemplate(CHAT_TEMPLATE, SPECIAL_TOKENS) if template else None
     completer = Completer(ByteTokenizer(bos=bos), chat_template, source, CONTEXT)
-    return build_app(completer, MODEL, unavailable_because, version="1.2.3", limits=limits, clock=lambda: 1000.0)
+    return build_app(
+        completer,
+        MODEL,
+        unavailable_because,
+        engine_stats=engine_stats,
+        version="1.2.3",
+        limits=limits,
+        clock=lambda: 1000.0,
+    )
 
 
 def http(app: FastAPI) -> httpx.AsyncClient:

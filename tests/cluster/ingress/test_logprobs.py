@@ -138,7 +138,7 @@ async def test_an_echo_without_logprobs_is_text_alone(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_can_be_scored_without_generating(stream: bool) -> None:
-    """The engine makes its one token; nobody sees it, and nobody pays for it."""
+    """Nothing is generated, and nobody pays for it."""
     source = ScriptedSource()
     usage = {"stream_options": {"include_usage": True}} if stream else {}
     body = completion("abc", echo=True, logprobs=1, max_tokens=0, stream=stream, **usage)
@@ -152,7 +152,7 @@ async def test_a_prompt_can_be_scored_without_generating(stream: bool) -> None:
     assert choices[-1]["finish_reason"] == "length"
     assert pieces[-1]["usage"]["completion_tokens"] == 0
     assert pieces[-1]["usage"]["total_tokens"] == 3
-    assert source.requests[0].sampling.max_tokens == 1
+    assert source.requests[0].sampling.max_tokens == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -97,6 +97,8 @@ REFUSED = [
     (CHAT, chat(bad_words=["x"] * 129), "bad_words"),
     (CHAT, chat(priority="high"), "priority"),
     (CHAT, chat(priority=2**31), "priority"),
+    (CHAT, chat(priority=1), "priority"),  # the operator has not allowed it
+    (COMPLETIONS, completion(priority=-1), "priority"),
     (CHAT, chat(cache_salt=""), "cache_salt"),
     (CHAT, chat(cache_salt=5), "cache_salt"),
     (CHAT, chat(cache_salt="x" * 257), "cache_salt"),
@@ -199,8 +201,9 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
         "stop_token_ids": [9], "include_stop_str_in_output": True, "ignore_eos": True, "n": 2,
     }  # fmt: skip
     request_options: dict[str, Any] = {"priority": -7, "cache_salt": "me"}
-    await http(app_over(source)).post(CHAT, json=chat(**body, **request_options, logprobs=True, top_logprobs=6))
-    await http(app_over(source)).post(COMPLETIONS, json=completion(**body, **request_options, logprobs=6))
+    client = http(app_over(source, limits=Limits(allow_priority=True)))
+    await client.post(CHAT, json=chat(**body, **request_options, logprobs=True, top_logprobs=6))
+    await client.post(COMPLETIONS, json=completion(**body, **request_options, logprobs=6))
     values = body | {
         "logit_bias": ((5, -100.0), (259, 0.5)), "bad_words": ("no",), "allowed_token_ids": (1, 2),
         "stop": ("x",), "stop_token_ids": (9,), "logprobs": 6,

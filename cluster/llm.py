@@ -175,7 +175,8 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
         return start_local_group(config)
     from cluster.driver.local_ray import ensure_ray
 
-    taken.enter_context(ensure_ray(config.tensor_parallel_size))
+    ranks = config.tensor_parallel_size
+    taken.enter_context(ensure_ray(ranks, gpus=ranks if config.device == "cuda" else 0))
     from cluster.driver.ray_executor import start_ray_group
 
     if config.spare is None:

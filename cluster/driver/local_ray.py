@@ -15,8 +15,8 @@ _GRACE_S = 5.0  # for Ray's daemons to end by themselves
 
 
 @contextmanager
-def ensure_ray(ranks: int) -> Iterator[None]:
-    """A connection to Ray with room for `ranks`. Raises `StartupFailed`."""
+def ensure_ray(ranks: int, gpus: int = 0) -> Iterator[None]:
+    """A connection to Ray with room for `ranks`; one started here has `gpus`. Raises `StartupFailed`."""
     if _is_connected():
         yield
         return
@@ -27,6 +27,7 @@ def ensure_ray(ranks: int) -> Iterator[None]:
         with _environment(settings):
             try:
                 ray_node.start_ray(folder.path, ranks=ranks)
+                ray_node.check_gpus(gpus)
                 yield
             finally:
                 ray_node.stop_ray()

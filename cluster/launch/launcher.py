@@ -113,6 +113,7 @@ class Launch:
         self._is_connected = True
         ranks = self.config.replicas * self.config.tensor_parallel_size
         self.ray_address = ray_node.start_ray(self._folder.path, ranks=ranks)
+        ray_node.check_gpus(ranks if self.config.device == "cuda" else 0)
         self._daemons = {pid: name_of(pid) for pid in children_named(_DAEMONS)}
         note_address(self._folder.path, self.ray_address)
 

@@ -107,6 +107,18 @@ def _start_once(folder: Path, ranks: int) -> str:
     return str(context.address_info["gcs_address"])
 
 
+def check_gpus(wanted: int) -> None:
+    """Raises `StartupFailed` when the Ray started here, which does not grow, has fewer GPUs than are needed."""
+    import ray
+
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if found < wanted:
+        raise StartupFailed(
+            f"device cuda: {wanted} ranks need a GPU each, and Ray finds {found} on this machine; "
+            f"--device auto takes the CPUs where there are too few"
+        )
+
+
 def _clear_failed_start(folder: Path) -> None:
     stop_ray()
     session = folder / _RAY_FOLDER

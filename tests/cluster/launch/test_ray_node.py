@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import StartupFailed
 from cluster.launch import ray_node
-from cluster.launch.ray_node import connect_ray, ray_environment, start_ray, telling_line
+from cluster.launch.ray_node import check_gpus, connect_ray, ray_environment, start_ray, telling_line
 
 _FOLDER = Path("/tmp/shardserve-run-00000000")
 
@@ -90,6 +90,17 @@ def test_a_start_that_fails_twice_says_why(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ray_node, "_start_once", _FailingStart(2))
     with pytest.raises(StartupFailed, match=r"^Ray does not start: try 2 took too long$"):
         start_ray(tmp_path, ranks=1)
+
+
+def test_a_machine_with_too_few_gpus_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    check_gpus(1)
+    with pytest.raises(
+        StartupFailed, match="device cuda: 2 ranks need a GPU each, and Ray finds 1 on this machine"
+    ):
+        check_gpus(2)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0})
+    check_gpus(0)
 
 
 class _FailingStart:

@@ -38,6 +38,14 @@ def _size(text: str) -> int:
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def parse_shares(value: Any) -> Any:
+    """`2,1` -> ["2", "1"], for the types to judge; anything but text passes."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+Shares = Annotated[tuple[Annotated[int, Field(ge=1, le=1000)], ...], BeforeValidator(parse_shares)]
+
+
 class ClusterConfig(BaseModel):
     """One served model and the worker group that runs it."""
 
@@ -46,6 +54,9 @@ class ClusterConfig(BaseModel):
     model: str = Field(description="local folder, .gguf file, hub id org/name[@revision], or a built-in name")
     served_model_name: str | None = Field(None, description="the name in the API; default: from `model`")
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="ranks that hold the model together")
+    shard_weights: Shares | None = Field(
+        None, description="how the ranks' shards stand to each other, a number a rank: [2, 1]; default: equal"
+    )
     replicas: int = Field(1, ge=1, le=1024, description="copies of the model, each with its own ranks and driver")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -68,6 +79,7 @@ class ClusterConfig(BaseModel):
     max_steps_in_flight: int = Field(2, ge=1, le=2)
     prefix_cache: bool = Field(True, description="compute equal beginnings of prompts once")
     batch_invariant: bool = Field(True, description="equal bits for a sequence in any batch")
+    shard_proof: bool = Field(True, description="at the start, compare what the ranks have loaded with the files")
     step_deadline_s: float = Field(60.0, gt=0, description="a step that takes longer is a failure")
     start_deadline_s: float = Field(600.0, gt=0, description="placing, loading and connecting the ranks")
     max_recoveries: int = Field(
@@ -78,6 +90,15 @@ class ClusterConfig(BaseModel):
         None, description="a process with everything imported waits for the seat of a rank; default: on CPU"
     )
     drain_deadline_s: float = Field(60.0, ge=0, description="running streams get this long after SIGTERM")
+
+    @model_validator(mode="after")
+    def _one_share_a_rank(self) -> "ClusterConfig":
+        if self.shard_weights is not None and len(self.shard_weights) != self.tensor_parallel_size:
+            raise ValueError(
+                f"shard_weights has {len(self.shard_weights)} numbers, but there are {self.tensor_parallel_size} "
+                f"ranks (tensor_parallel_size): every rank needs one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _budget_covers_sequences(self) -> "ClusterConfig":

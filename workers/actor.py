@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import ray
 import ray.util
 
+from model_shards.weights.proof import Checksum, Holding
 from workers.channel import WorkerEndpoint
 from workers.config import WorkerConfig
 from workers.device import take_gpu
@@ -59,6 +60,12 @@ class _RankCalls:
 
     def load(self) -> LoadReport:
         return self._worker.load()
+
+    def file_sums(self) -> dict[str, Checksum]:
+        return self._worker.file_sums()
+
+    def differing(self, tensors: tuple[str, ...]) -> tuple[Holding, ...]:
+        return self._worker.differing(tensors)
 
     def allocate(self, num_blocks: int) -> None:
         self._worker.allocate(num_blocks)

@@ -21,6 +21,8 @@ class WorkerConfig:
     max_num_batched_tokens: int  # tokens in one step at the most
     batch_invariant: bool = True  # equal bits for a row in any batch, CPU only
     cuda_graphs: bool = True  # replay decode steps, CUDA only
+    shard_weights: tuple[int, ...] = ()  # how the ranks' shards stand to each other; empty: equal
+    shard_proof: bool = True  # say after loading what is in memory, for the driver to compare with the files
     num_threads: int = 1  # intra-op threads of this rank, CPU only
     step_deadline_s: float = 60.0  # a collective or a step that takes longer is a failure
     start_deadline_s: float = 300.0  # forming the group, loading, allocating

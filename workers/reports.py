@@ -7,6 +7,8 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
+from model_shards.weights.proof import Holding
+
 _PACKAGES = ("cluster", "workers", "model_shards")
 
 
@@ -78,5 +80,6 @@ class LoadReport:
     seconds: float
     bytes_per_block: int  # of KV cache, all layers of this rank
     free_memory: int  # bytes, after loading
+    holdings: tuple[Holding, ...] = ()  # for the shard proof
     total_memory: int = 0  # bytes of the rank's GPU
     activation_memory: int = 0  # bytes that the largest step takes beside weights and KV cache, measured on a GPU

@@ -11,7 +11,7 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,10 @@ from pathlib import Path
 import torch
 
 from model_shards.model import ShardedModel
+from model_shards.weights.file_sums import differing, file_sums
+from model_shards.weights.holdings import holdings_of
 from model_shards.weights.loader import load_model
+from model_shards.weights.proof import Checksum, Holding
 from workers.channel import WorkerChannel, WorkerEndpoint
 from workers.config import WorkerConfig
 from workers.device import check_gpu, set_threads, torch_dtype
@@ -48,6 +51,7 @@ class Worker:
         self._group = TimedGroup()
         self._rendezvous: Rendezvous | None = None
         self._model: ShardedModel | None = None
+        self._holdings: tuple[Holding, ...] = ()
         self._runner: Runner | None = None
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -102,15 +106,18 @@ class Worker:
         self._check_joined("load")
         self._set_threads()
         started = time.perf_counter()
+        path = Path(config.model_path)
         model = load_model(
-            Path(config.model_path),
+            path,
             self._group,
             device=torch.device(config.device),
             dtype=torch_dtype(config.dtype),
             batch_invariant=config.batch_invariant,
+            shard_weights=config.shard_weights,
         )
         self._model = model
         memory = profile_memory(model, config)
+        self._holdings = holdings_of(model, path, self._rank) if config.shard_proof else ()
         return LoadReport(
             rank=self._rank,
             weight_bytes=sum(parameter.local_size(self._rank) for parameter in model.layout.values())
@@ -120,7 +127,24 @@ class Worker:
             free_memory=memory.free,
             total_memory=memory.total,
             activation_memory=memory.activations,
+            holdings=self._holdings,
         )
+
+    def file_sums(self) -> dict[str, Checksum]:
+        """This rank's share of a second reading of the files, for the shard proof. Raises `ModelError`."""
+        self._set_threads()
+        config = self._config
+        return file_sums(
+            Path(config.model_path),
+            torch_dtype(config.dtype),
+            share=self._rank,
+            num_shares=config.tensor_parallel_size,
+        )
+
+    def differing(self, tensors: Collection[str]) -> tuple[Holding, ...]:
+        """Which parts of these file tensors this rank does not hold as the files have them."""
+        config = self._config
+        return differing(self._holdings, tensors, Path(config.model_path), torch_dtype(config.dtype))
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache and an empty mirror; a collective. Raises `OutOfMemory` when the blocks do not fit."""

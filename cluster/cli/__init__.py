@@ -1,4 +1,4 @@
-"""The command line: `shardserve serve | generate | bench | demo | version`.
+"""The command line: `shardserve serve | generate | plan | bench | demo | version`.
 
 Each command lives in its own module and imports what it runs with only when it runs, so that `--help` is quick and
 loads neither Ray nor torch.
@@ -11,6 +11,7 @@ import typer
 from cluster.cli.bench import bench
 from cluster.cli.demo import demo
 from cluster.cli.generate import generate
+from cluster.cli.plan import plan
 from cluster.cli.serve import serve
 from cluster.cli.version import print_version, version
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(plan)
 app.command()(bench)
 app.command()(demo)
 app.command()(version)

@@ -54,6 +54,7 @@ def generate(
     include_stop_str_in_output: sampling_options.IncludeStop = None,
     ignore_eos: sampling_options.IgnoreEos = None,
     tp: options.TensorParallel = None,
+    shard_weights: options.ShardWeights = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     served_model_name: options.ServedModelName = None,
@@ -62,6 +63,7 @@ def generate(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     prefix_cache: options.PrefixCache = None,
+    shard_proof: options.ShardProof = None,
     config: options.ConfigFile = None,
 ) -> None:
     """Generate without a server: from --prompt to the terminal, or from --input to --output."""
@@ -72,6 +74,7 @@ def generate(
         given = {
             "model": model,
             "tensor_parallel_size": tp,
+            "shard_weights": shard_weights,
             "device": device,
             "dtype": dtype,
             "served_model_name": served_model_name,
@@ -80,6 +83,7 @@ def generate(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "prefix_cache": prefix_cache,
+            "shard_proof": shard_proof,
         }
         sampling = sampling_options.sampling_fields(
             {

@@ -21,6 +21,14 @@ Replicas = Annotated[
     int | None,
     typer.Option(help="Copies of the model, each with its own ranks (default: 1).", show_default=False),
 ]
+ShardWeights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N[,...]",
+        help="How the ranks' shards stand to each other, for unequal GPUs: 2,1 (default: equal).",
+        show_default=False,
+    ),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Where to compute (default: auto).", show_default=False),
@@ -56,6 +64,14 @@ PrefixCache = Annotated[
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
         help="Compute equal beginnings of prompts once (default: yes).",
+        show_default=False,
+    ),
+]
+ShardProof = Annotated[
+    bool | None,
+    typer.Option(
+        "--shard-proof/--no-shard-proof",
+        help="At the start, compare what the ranks have loaded with the files (default: yes).",
         show_default=False,
     ),
 ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def serve(
     model: options.Model = None,
     tp: options.TensorParallel = None,
+    shard_weights: options.ShardWeights = None,
     replicas: options.Replicas = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -32,6 +33,7 @@ def serve(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     prefix_cache: options.PrefixCache = None,
+    shard_proof: options.ShardProof = None,
     max_waiting_requests: Annotated[
         int | None, typer.Option(help="More waiting than this: 429 (default: 512).", show_default=False)
     ] = None,
@@ -67,6 +69,7 @@ def serve(
         given = {
             "model": model,
             "tensor_parallel_size": tp,
+            "shard_weights": shard_weights,
             "replicas": replicas,
             "device": device,
             "dtype": dtype,
@@ -78,6 +81,7 @@ def serve(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "prefix_cache": prefix_cache,
+            "shard_proof": shard_proof,
             "max_waiting_requests": max_waiting_requests,
             "allow_priority": allow_priority,
             "drain_deadline_s": drain_deadline_s,

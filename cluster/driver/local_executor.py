@@ -22,6 +22,11 @@ from workers.errors import WorkerError
 from workers.protocol import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from model_shards.registry import Model
     from workers.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -98,6 +103,8 @@ def _start(config: ClusterConfig) -> StartedGroup:
         dtype=torch_dtype(worker.dtype),
         batch_invariant=worker.batch_invariant,
     )
+    if worker.shard_proof:
+        _prove(model, files.path, torch_dtype(worker.dtype))
     found = profile_memory(model, worker)
     block_bytes = bytes_per_block(model, worker.block_size, worker.dtype)
     memory = RankMemory("here", found.free, block_bytes, found.total, found.activations)
@@ -106,3 +113,15 @@ def _start(config: ClusterConfig) -> StartedGroup:
         lambda: Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size)
     )
     return StartedGroup(executor, served, failure=lambda: None)
+
+
+def _prove(model: "Model", path: "Path", dtype: "torch.dtype") -> None:
+    """Raises `StartupFailed` unless what is in memory is what the files have."""
+    from model_shards.weights.file_sums import differing, file_sums
+    from model_shards.weights.holdings import holdings_of
+    from model_shards.weights.proof import refusal, unproved
+
+    holdings = holdings_of(model, path, rank=0)
+    wrong = unproved([holdings], file_sums(path, dtype, share=0, num_shares=1))
+    if wrong:
+        raise StartupFailed(refusal(wrong, {"this process": differing(holdings, wrong, path, dtype)}))

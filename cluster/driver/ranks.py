@@ -123,6 +123,10 @@ class Ranks:
         """Whether all are on the driver's own."""
         return all(member.node_id == self._here for member in self._members)
 
+    def name_of(self, rank: int) -> str:
+        """For people: which process `rank` is."""
+        return self._members[rank].name
+
     def identify(self, patience: Patience, which: Collection[int] | None = None) -> float:
         """Learn each rank's process, and that it runs our code. Raises `StartupFailed`.
 

@@ -19,6 +19,7 @@ from cluster.driver.death_watch import DeathWatch
 from cluster.driver.driver import StartedGroup
 from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, bundles_for, offered_gpus
+from cluster.driver.proving import ShardProof
 from cluster.driver.ranks import Rank, Ranks
 from cluster.driver.ray_spare import RaySpare
 from cluster.driver.resolution import ModelFiles, fit, keeps_spares, resolve_device, worker_config
@@ -54,6 +55,7 @@ class RayExecutor:
         placement: Placement,
         capacity: Capacity,
         *,
+        proof: ShardProof | None,
         restart_deadline_s: float,
         keep_survivors: bool,
     ) -> None:
@@ -62,6 +64,7 @@ class RayExecutor:
         self._ranks = ranks
         self._spares = spares
         self._placement = placement
+        self._proof = proof
         self._restart_deadline_s = restart_deadline_s
         self._keep_survivors = keep_survivors
         self._last_restart_failed = False
@@ -152,8 +155,11 @@ class RayExecutor:
         patience.note("spawn", **{"import": import_s})
         self._ranks.join(patience)
         patience.note("group")
-        self._ranks.call("load", lambda actor: actor.load.remote(), patience, missing)
+        reports = self._ranks.call("load", lambda actor: actor.load.remote(), patience, missing)
         patience.note("load")
+        if self._proof is not None:
+            self._proof.check(reports, self._ranks, patience)
+            patience.note("prove")
         num_blocks = self.capacity.num_blocks
         self._ranks.call("allocate", lambda actor: actor.allocate.remote(num_blocks), patience)
         patience.note("allocate")
@@ -217,6 +223,7 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     reports: list[LoadReport] = ranks.call(
         "load", lambda actor: actor.load.remote(), patience, on_answer=_log_loaded
     )
+    proof = _prove(ranks, reports, patience) if config.shard_proof else None
     memory = [
         RankMemory(
             seat.node_id,
@@ -235,11 +242,20 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
         spares,
         placement,
         Capacity(num_blocks, config.block_size),
+        proof=proof,
         restart_deadline_s=config.start_deadline_s,
         keep_survivors=device == "cpu",  # NCCL and captured graphs do not outlive a peer
     )
     logger.info("the worker group is ready after %.1f s", patience.spent())
     return StartedGroup(executor, model, executor.failure)
+
+
+def _prove(ranks: Ranks, reports: list[LoadReport], patience: Patience) -> ShardProof:
+    since = patience.spent()
+    proof = ShardProof.of_files(ranks, patience)
+    proof.check(reports, ranks, patience)
+    logger.info("the weights in memory add up to the files, read again in %.1f s", patience.spent() - since)
+    return proof
 
 
 def _log_loaded(rank: Rank, report: LoadReport) -> None:

@@ -76,6 +76,8 @@ def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_
         max_num_batched_tokens=config.max_num_batched_tokens,
         batch_invariant=config.batch_invariant and device == "cpu",
         cuda_graphs=config.cuda_graphs,
+        shard_weights=config.shard_weights or (),
+        shard_proof=config.shard_proof,
         num_threads=num_threads,
         step_deadline_s=config.step_deadline_s,
         start_deadline_s=config.start_deadline_s,

@@ -83,7 +83,7 @@ class Launch:
         check_ray_choice(self.options.address, os.environ)
         if self.options.owns_ray:
             check_port(self.options.host, self.options.port)
-        search = _ModelSearch(self.config.model, self.config.tensor_parallel_size, self._progress.note)
+        search = _ModelSearch(self.config, self._progress.note)
         search.start()
         with self._progress.part("Ray"):
             self._start_ray(search)
@@ -232,18 +232,17 @@ class _ModelSearch(threading.Thread):
     A daemon: an abandoned download must not hold the exit back.
     """
 
-    def __init__(self, name: str, ranks: int, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, config: ClusterConfig, on_progress: Callable[[str], None]) -> None:
         super().__init__(name="model-search", daemon=True)
-        self._model = name
-        self._ranks = ranks
+        self._config = config
         self._on_progress = on_progress
         self._path: Path | None = None
         self._failure: Exception | None = None
 
     def run(self) -> None:
         try:
-            path = resolve_model(self._model, on_progress=self._on_progress)
-            partition_model(read_spec(path), self._ranks)
+            path = resolve_model(self._config.model, on_progress=self._on_progress)
+            partition_model(read_spec(path), self._config.tensor_parallel_size, self._config.shard_weights or ())
             self._path = path
         except (ModelError, OSError) as error:  # raised again in the thread that waits
             self._failure = error
@@ -256,7 +255,7 @@ class _ModelSearch(threading.Thread):
         self.join()
         self.raise_failure()
         if self._path is None:
-            raise StartupFailed(f"the search for model {self._model!r} broke off")
+            raise StartupFailed(f"the search for model {self._config.model!r} broke off")
         return self._path
 
 

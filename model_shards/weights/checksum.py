@@ -1,11 +1,11 @@
 """A checksum of a matrix's bits that adds up over any parts of it: the arithmetic of the shard proof.
 
 Each element counts as its bits, as a whole number, times an odd weight of its column and an odd weight of its
-row in the file, modulo 2**32; a number of 16 bits is the upper half of such a one, as bfloat16 is of float32. So the
-sum of a whole is the sum of its parts, however it was cut; and a changed bit, a part in the place of another or rows
-in another order change it (Freivalds' test of a matrix product, 1977). There are two sums, with two weights a row:
-differences in several rows go unseen once in 2**62, or 2**30 for numbers of 16 bits; in one row, once in 2**31 or
-2**15, but never a single element's.
+row in the file, modulo 2**32; a number of 16 bits is the upper half of such a one, as bfloat16 is of float32.
+So the sum of a whole is the sum of its parts, however it was cut; and a changed bit, a part in the place of
+another or rows in another order change it (Freivalds' test of a matrix product, 1977). There are two sums, with
+two weights a row: differences in several rows go unseen once in 2**62, or 2**30 for numbers of 16 bits; in one
+row, once in 2**31 or 2**15, but never a single element's.
 
 One pass over memory: integers of 32 bits, which a CPU multiplies eight at once, and `einsum`, which keeps nothing
 (0.35 ns an element where a product and a sum take 0.6). Knows bits and positions; knows nothing of files or ranks.
@@ -32,7 +32,7 @@ def row_sums(
         return _row_sums_on_cpu(values, column_weights)
     weights = column_weights.to(values.device)
     rows_each = max(1, _CUDA_CHUNK_ELEMENTS // max(1, values.shape[1]))
-    sums = [(_words(part) * weights).sum(dim=1, dtype=torch.int32) for part in values.split(rows_each)]
+    sums = [(_words(part) * weights).sum(dim=1, dtype=torch.int32) for part in torch.split(values, rows_each)]
     return torch.cat(sums).cpu()
 
 

@@ -30,7 +30,8 @@ _SAFETENSORS_TYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_CHUNK_ELEMENTS = 2**17  # what has to be converted or decoded stays in the cache
+_AT_ONCE = 2**24  # elements, of what is summed as it lies in the file
+_CONVERTED_AT_ONCE = 2**17  # of what is converted or decoded, which should stay in the cache
 _LENGTH_BYTES = 8  # of a safetensors header's length, which comes first
 
 
@@ -44,17 +45,21 @@ class RawTensor:
     kind: str  # in the words of its format
     is_gguf: bool
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it is stored as; None for what must be decoded."""
+        return None if self.is_gguf else _SAFETENSORS_TYPES[self.kind]
+
     def rows(self, span: Span) -> Tensor:  # [rows, columns], a floating type
         if len(self.data) == self.shape[0]:
             return self._decoded(self.data[span.start : span.stop]).view(span.size, self.shape[1])
         return self._decoded(self.data).view(self.shape)[span.start : span.stop]
 
     def _decoded(self, raw: Tensor) -> Tensor:
-        if self.is_gguf:
+        if self.dtype is None:
             return _decode_with_gguf(raw, self.kind)
-        dtype = _SAFETENSORS_TYPES[self.kind]
-        is_aligned = raw.storage_offset() % dtype.itemsize == 0
-        return (raw if is_aligned else raw.clone()).view(dtype)
+        is_aligned = raw.storage_offset() % self.dtype.itemsize == 0
+        return (raw if is_aligned else raw.clone()).view(self.dtype)
 
 
 def file_sums(path: Path, dtype: torch.dtype, *, share: int, num_shares: int) -> dict[str, Checksum]:
@@ -88,11 +93,12 @@ def differing(
 def _checksum(tensor: RawTensor, rows: Span, columns: Span, dtype: torch.dtype) -> Checksum:
     num_rows, num_columns = tensor.shape
     weights = column_weights(num_columns)[columns.start : columns.stop]
-    rows_each = max(1, _CHUNK_ELEMENTS // num_columns)
+    as_it_lies = tensor.dtype is not None and counts_alike(tensor.dtype, dtype)
+    rows_each = max(1, (_AT_ONCE if as_it_lies else _CONVERTED_AT_ONCE) // num_columns)
     sums = []
     for start in range(rows.start, rows.stop, rows_each):
         values = tensor.rows(Span(start, min(start + rows_each, rows.stop)))[:, columns.start : columns.stop]
-        sums.append(row_sums(values if counts_alike(values.dtype, dtype) else values.to(dtype), weights))
+        sums.append(row_sums(values if as_it_lies else values.to(dtype), weights))
     return add_rows(torch.cat(sums), row_weights(num_rows)[:, rows.start : rows.stop])
 
 

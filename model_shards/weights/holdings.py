@@ -61,7 +61,7 @@ def _holdings_in(
         _check_filled(parameter, name, rank)
         matrix = parameter.view(len(parameter), -1)
         sums = torch.stack([row_sums(matrix, weights) for weights in parts[0].input_weights])
-    by_part = sums.split([part.output_weights.shape[1] for part in parts], dim=1)
+    by_part = torch.split(sums, [part.output_weights.shape[1] for part in parts], dim=1)
     return [
         Holding(part.tensor, part.rows, part.columns, name, add_rows(part_sums, part.output_weights))
         for part, part_sums in zip(parts, by_part, strict=True)

@@ -1,5 +1,6 @@
 """What a model says, from the ranks put together and from the judge: logits of a prompt, and greedy tokens."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,30 @@ from tests.fakes.thread_group import ThreadGroup, run_ranks
 TOLERANCE = 1e-4
 
 
+def random_prompts(count: int, vocab_size: int = 1003) -> list[Tensor]:
+    """Seeded, of 1 to 24 tokens."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 25, (count,), generator=generator).tolist()
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
+
+
 def sharded_logits(path: Path, ranks: int, tokens: Tensor) -> Tensor:
     """Logits of every position, put together from the ranks in their order."""
+    return sharded_logits_of(path, ranks, [tokens])
+
+
+def sharded_logits_of(path: Path, ranks: int, prompts: Sequence[Tensor]) -> Tensor:
+    """The same for several prompts, one after the other on the same ranks: [tokens of all prompts, vocabulary]."""
 
     def work(group: ThreadGroup) -> Tensor:
         model = load_model(path, group, device=torch.device("cpu"), dtype=torch.float32)
-        hidden = model.forward(tokens, torch.arange(len(tokens)), PlainAttention())
-        logits = model.local_logits(hidden)
-        assert logits.shape == (len(tokens), model.local_vocab_size)
-        assert logits.dtype == torch.float32
-        return logits
+        parts = []
+        for tokens in prompts:
+            hidden = model.forward(tokens, torch.arange(len(tokens)), PlainAttention())
+            parts.append(model.local_logits(hidden))
+            assert parts[-1].shape == (len(tokens), model.local_vocab_size)
+            assert parts[-1].dtype == torch.float32
+        return torch.cat(parts)
 
     return torch.cat(run_ranks(ranks, work), dim=1)
 

@@ -16,7 +16,7 @@ from cluster.errors import Unavailable
 from cluster.generation import TokenDelta
 
 LEASE_S = 3.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5  # what an ingress knows of the ranks is so old at the most
 ROTATION_S = 2.0  # an idle stream ends after this and is opened anew: a draining replica must be able to empty
 
 _Choice = tuple[str, int]

@@ -70,6 +70,7 @@ def free_memory(device: Device, *, proc: Path = _PROC, cgroup: Path = _CGROUP) -
     if device == "cuda":
         import torch
 
+        torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
         return int(torch.cuda.mem_get_info()[0])
     return min([_available_on_host(proc), *_available_in_cgroups(proc, cgroup)])
 

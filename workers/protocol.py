@@ -121,7 +121,10 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where rank 0's wall time of a step went, in seconds. The parts do not overlap."""
+    """Where rank 0's wall time of a step went, in seconds. The parts do not overlap.
+
+    With a GPU they are the host's: `forward` and `collectives` are queueing, the wait for the device is in `sample`.
+    """
 
     wait: float = 0.0  # for the plan to arrive
     prepare: float = 0.0  # decode, apply to the mirror, build the batch

@@ -9,7 +9,7 @@ ABSENT = ("ray", "zmq", "gguf", "fastapi", "pydantic", "tokenizers", "huggingfac
 
 
 def test_the_small_form_passes_on_a_cpu() -> None:
-    command = [PROJECT / "scripts" / "gpu-check", "--device", "cpu", "--small"]
+    command = [str(PROJECT / "scripts" / "gpu-check"), "--device", "cpu", "--small"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (

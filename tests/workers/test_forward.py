@@ -66,7 +66,7 @@ def test_generates_what_the_cpu_generates(model: Model, form: Any, cuda_graphs: 
     assert tokens_of(device_runner(model, config, form)) == expected
 
 
-class _Refusing(TorchDispatchMode):
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails at what would make the host wait for a GPU: reading a number, or a shape that depends on numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class _Refusing(TorchDispatchMode):
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    with _Refusing():
+    with _Refusing():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -27,7 +27,7 @@ class FakeNccl:
         self.options = options
         self.log: list[str] = []
         if size == 1:  # a larger one would wait for peers
-            self._gloo = dist.ProcessGroupGloo(store, rank, size, LONG)  # type: ignore[attr-defined]
+            self._gloo = dist.ProcessGroupGloo(store, rank, size, LONG)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gloo, name)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from workers.errors import GroupBroken, OutOfMemory
-from workers.staging import Readback, Upload, _wait_for
+from workers.staging import IntArray, Readback, Upload, _wait_for
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,11 @@ class Event:
 
 def test_arrays_come_out_in_order_with_their_shapes() -> None:
     upload = Upload(CPU, 20, deadline_s=1.0)
-    given = [np.arange(6).reshape(2, 3), np.array([], dtype=np.int64), np.array([7, 8], dtype=np.int32)]
+    given: list[IntArray] = [
+        np.arange(6).reshape(2, 3),
+        np.array([], dtype=np.int64),
+        np.array([7, 8], dtype=np.int32),
+    ]
     found = upload.send(given)
     assert [part.tolist() for part in found] == [[[0, 1, 2], [3, 4, 5]], [], [7, 8]]
     assert {part.dtype for part in found} == {torch.int32}
@@ -40,15 +44,15 @@ def test_the_host_buffers_take_turns() -> None:
 def test_a_buffer_that_the_device_still_reads_is_waited_for() -> None:
     upload = Upload(CPU, 4, deadline_s=0.01)
     upload._buffers[0].sent = Event(asks=3)
-    upload.send([np.zeros(4)])
+    upload.send([np.zeros(4, dtype=np.int64)])
     upload._buffers[1].sent = Event(asks=10**9)
     with pytest.raises(GroupBroken, match=r"not finished a step within 0\.01 s"):
-        upload.send([np.zeros(4)])
+        upload.send([np.zeros(4, dtype=np.int64)])
 
 
 def test_more_than_the_buffer_holds_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfMemory, match="a step has 5 integers, its buffer holds 4"):
-        Upload(CPU, 4, deadline_s=1.0).send([np.zeros(5)])
+        Upload(CPU, 4, deadline_s=1.0).send([np.zeros(5, dtype=np.int64)])
 
 
 def test_what_is_in_the_hosts_memory_is_not_copied() -> None:

@@ -36,6 +36,7 @@ class DecodeKernel(Protocol):
         block_tables: Tensor,  # [rows, blocks of a row] int32
         contexts: Tensor,  # [rows] int32, at least 1
         window: int | None,
+        /,
     ) -> Tensor:  # [rows, query heads, head_dim]
         ...
 

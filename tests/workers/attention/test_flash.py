@@ -63,7 +63,7 @@ def test_equals_dense_attention(form: str, heads: int, kv_heads: int, window: in
 def test_fresh_prompts_are_not_read_back_from_the_cache() -> None:
     shape = Shape(4, 2, head_dim=8)
     attention = GatheredFlash(make_cache(shape, 4, 8), Varlen(varlen_by_formula), attend_by_formula)
-    attention.cache.tokens = _fail  # type: ignore[method-assign]
+    attention.cache.tokens = _fail  # type: ignore[method-assign, assignment]
     check_steps(attention, 8, make_streams(shape, (9, 12), 8), [[(0, (0, 9)), (1, (0, 12))]])
 
 

@@ -8,12 +8,12 @@ from workers.attention.reference import attend_by_formula
 pytest.importorskip("triton", reason="the kernel is Triton's")
 from workers.attention.paged_decode import PagedDecode, num_parts
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 CONTEXTS = (1, 16, 17, 64, 65, 130)
 
 
-def inputs(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def inputs(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Inputs:
     """Query, pages, tables and contexts. Blocks are shuffled, and what no row owns is not a number."""
     generator = torch.Generator().manual_seed(0)
     width = -(-max(CONTEXTS) // block_size)

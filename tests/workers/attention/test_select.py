@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.workers.attention.steps import Shape
-from workers.attention import select
 from workers.attention.flash import GatheredFlash, PagedFlash, Varlen
 from workers.attention.reference import varlen_by_formula
 from workers.attention.sdpa import PagedAttention
@@ -41,7 +40,7 @@ def test_other_blocks_have_a_kernel_of_their_own_for_decodes(caplog: pytest.LogC
 
 def test_without_triton_the_refusal_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
     with pytest.raises(WorkerError, match=r"block_size is 16, and triton, .* is missing"):
         select_device_attention(cache_of(16), Varlen(varlen_by_formula))
 

@@ -67,47 +67,14 @@ def generate(
     config: options.ConfigFile = None,
 ) -> None:
     """Generate without a server: from --prompt to the terminal, or from --input to --output."""
+    asked = dict(locals())  # every option under its parameter's name
     with exits():
-        from cluster.cli.settings import cluster_config
+        from cluster.cli.settings import cluster_config, settings_among
         from cluster.logs import configure_logging
 
-        given = {
-            "model": model,
-            "tensor_parallel_size": tp,
-            "shard_weights": shard_weights,
-            "device": device,
-            "dtype": dtype,
-            "served_model_name": served_model_name,
-            "max_model_len": max_model_len,
-            "kv_cache_memory": kv_cache_memory,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "prefix_cache": prefix_cache,
-            "shard_proof": shard_proof,
-        }
-        sampling = sampling_options.sampling_fields(
-            {
-                "max_tokens": max_tokens,
-                "min_tokens": min_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "min_p": min_p,
-                "repetition_penalty": repetition_penalty,
-                "presence_penalty": presence_penalty,
-                "frequency_penalty": frequency_penalty,
-                "logit_bias": logit_bias,
-                "bad_words": bad_words,
-                "allowed_token_ids": allowed_token_ids,
-                "seed": seed,
-                "stop": stop,
-                "stop_token_ids": stop_token_ids,
-                "include_stop_str_in_output": include_stop_str_in_output,
-                "ignore_eos": ignore_eos,
-            }
-        )
+        sampling = sampling_options.sampling_fields(asked)
         _check_choice(prompt, source, output, sampling)
-        cluster = cluster_config(given, config)
+        cluster = cluster_config(settings_among(asked), config)
         configure_logging()
         if prompt is not None:
             _stream(cluster, prompt, sampling)

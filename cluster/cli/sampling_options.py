@@ -3,6 +3,8 @@
 Not here: `n`, since a terminal shows one text, and log-probabilities, which it does not show at all.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -33,9 +35,15 @@ IncludeStop = Annotated[bool | None, _option("End after the text of --stop.", "-
 IgnoreEos = Annotated[bool | None, _option("Go on after the model's end of text.", "--ignore-eos")]
 
 
-def sampling_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, in the types of `SamplingParams`. Raises `InvalidRequest` for a bias that is none."""
-    fields = {name: value for name, value in given.items() if value not in (None, [])}
+def sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a command's options, what was given for `SamplingParams`, in its types.
+
+    Raises `InvalidRequest` for a bias that is none.
+    """
+    from cluster.generation import SamplingParams
+
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    fields = {name: value for name, value in options.items() if name in names and value not in (None, [])}
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     if "logit_bias" in fields:
         fields["logit_bias"] = tuple(map(_bias, fields["logit_bias"]))

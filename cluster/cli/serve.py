@@ -63,32 +63,11 @@ def serve(
     config: options.ConfigFile = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API on this machine, until Ctrl-C."""
+    asked = dict(locals())  # every option under its parameter's name
     with exits():
-        from cluster.cli.settings import serve_settings
+        from cluster.cli.settings import serve_settings, settings_among
 
-        given = {
-            "model": model,
-            "tensor_parallel_size": tp,
-            "shard_weights": shard_weights,
-            "replicas": replicas,
-            "device": device,
-            "dtype": dtype,
-            "host": host,
-            "port": port,
-            "served_model_name": served_model_name,
-            "max_model_len": max_model_len,
-            "kv_cache_memory": kv_cache_memory,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "prefix_cache": prefix_cache,
-            "shard_proof": shard_proof,
-            "max_waiting_requests": max_waiting_requests,
-            "allow_priority": allow_priority,
-            "drain_deadline_s": drain_deadline_s,
-            "address": address,
-            "proxy": proxy,
-        }
-        cluster, launch_options = serve_settings(given, config)
+        cluster, launch_options = serve_settings(settings_among(asked), config)
         run(cluster, launch_options)
 
 

@@ -49,6 +49,13 @@ def serve_settings(given: Mapping[str, Any], file: Path | None) -> tuple[Cluster
     return config, launch
 
 
+def settings_among(options: Mapping[str, Any]) -> Settings:
+    """Of a command's options, by the names of its parameters, those that are settings."""
+    known = _LAUNCH_NAMES | ClusterConfig.model_fields.keys()
+    named = {"tensor_parallel_size" if name == "tp" else name: value for name, value in options.items()}
+    return {name: value for name, value in named.items() if name in known}
+
+
 def _read(file: Path) -> Settings:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

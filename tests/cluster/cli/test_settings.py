@@ -1,12 +1,18 @@
 """Options and a YAML file to settings: who wins, and how mistakes are named."""
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.cli.settings import cluster_config, option_name, serve_settings
+from cluster.cli.generate import generate
+from cluster.cli.serve import serve
+from cluster.cli.settings import cluster_config, option_name, serve_settings, settings_among
 from cluster.errors import InvalidConfig
+from cluster.generation import SamplingParams
 
 
 def _file(tmp_path: Path, text: str) -> Path:
@@ -104,3 +110,14 @@ def test_option_names() -> None:
     assert option_name("tensor_parallel_size") == "--tp"
     assert option_name("max_num_seqs") == "--max-num-seqs"
     assert option_name("model") == "MODEL"
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [(serve, {"config"}), (generate, {"prompt", "source", "output", "config"})]
+)
+def test_every_option_is_a_setting_or_the_commands_own(command: Callable[..., None], own: set[str]) -> None:
+    options = dict.fromkeys(inspect.signature(command).parameters, "given")
+    sampling = {field.name for field in dataclasses.fields(SamplingParams)}
+    known = settings_among(options).keys() | sampling | own
+    assert options.keys() - known == {"tp"}
+    assert settings_among(options)["tensor_parallel_size"] == "given"

@@ -1,6 +1,7 @@
 """What a model says, from the ranks put together and from the judge: logits of a prompt, and greedy tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,34 @@ from torch import Tensor
 
 from model_shards.weights.loader import load_model
 from tests.fakes.plain_attention import PlainAttention
+from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 
 TOLERANCE = 1e-4
+TOKENS = torch.tensor([0, 7, 500, 1002, 501, 502, 3, 3, 999, 12, 60, 333])
+NUM_GREEDY = 8
+
+Variants = dict[str, tuple[str, dict[str, Any]]]  # family and overrides, by name
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A checkpoint, and what `transformers` says of it after `TOKENS`."""
+
+    folder: Path
+    logits: Tensor
+    greedy: list[int]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Judged":
+        reference = reference_model(folder)
+        return cls(folder, reference_logits(reference, TOKENS), reference_greedy(reference, TOKENS, NUM_GREEDY))
+
+    def check(self, ranks: int) -> None:
+        """So many ranks say the same."""
+        assert self.logits.abs().max() > 1.0
+        torch.testing.assert_close(sharded_logits(self.folder, ranks, TOKENS), self.logits, rtol=0, atol=TOLERANCE)
+        assert sharded_greedy(self.folder, ranks, TOKENS, NUM_GREEDY) == self.greedy
 
 
 def random_prompts(count: int, vocab_size: int = 1003) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The decoder against `transformers`: every family, every awkward head count and head, over 1 to 4 ranks."""
 
 import json
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ from tests.fakes.plain_attention import PlainAttention
 from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 from tests.model_shards.families.logits import (
+    TOKENS,
     TOLERANCE,
-    reference_greedy,
+    Judged,
+    Variants,
     reference_logits,
-    sharded_greedy,
     sharded_logits,
 )
 
-TOKENS = torch.tensor([0, 7, 500, 1002, 501, 502, 3, 3, 999, 12, 60, 333])
-NUM_GREEDY = 8
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: Variants = {
     "llama": ("llama", {}),
     "llama, 9 heads over 3": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
@@ -56,25 +54,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def variant(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def written(name: str) -> tuple[Path, Tensor, list[int]]:
-        family, overrides = VARIANTS[name]
-        folder = write_tiny_model(tmp_path_factory.mktemp("model"), family, **overrides)
-        reference = reference_model(folder)
-        return folder, reference_logits(reference, TOKENS), reference_greedy(reference, TOKENS, NUM_GREEDY)
-
-    return written
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_greedy_tokens_equal_transformers(variant: Any, name: str, ranks: int) -> None:
-    folder, expected, greedy = variant(name)
-    assert expected.abs().max() > 1.0
-    torch.testing.assert_close(sharded_logits(folder, ranks, TOKENS), expected, rtol=0, atol=TOLERANCE)
-    assert sharded_greedy(folder, ranks, TOKENS, NUM_GREEDY) == greedy
+def test_logits_and_greedy_tokens_equal_transformers(
+    judged: Callable[[str], Judged], name: str, ranks: int
+) -> None:
+    judged(name).check(ranks)
 
 
 @pytest.mark.parametrize("flag", [False, True, ...])

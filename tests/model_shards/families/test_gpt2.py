@@ -1,9 +1,8 @@
 """GPT-2 against `transformers`: fused and transposed matrices, learned positions, heads that no ranks divide."""
 
 import json
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +17,15 @@ from model_shards.spec import ModelSpec
 from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
 from tests.fakes.checkpoints import tiny_weights, write_folder, write_tiny_model
-from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 from tests.model_shards.families.logits import (
+    TOKENS,
     TOLERANCE,
-    reference_greedy,
-    reference_logits,
-    sharded_greedy,
+    Judged,
+    Variants,
     sharded_logits,
 )
 
-TOKENS = torch.tensor([0, 7, 500, 1002, 501, 502, 3, 3, 999, 12, 60, 333])
-NUM_GREEDY = 8
 GPT2_XL = ModelSpec(
     architecture="gpt2",
     vocab_size=50257,
@@ -47,40 +43,30 @@ GPT2_XL = ModelSpec(
     output_bias=True,
     mlp_bias=True,
 )
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "5 heads": {"n_head": 5, "n_embd": 80},
-    "25 heads of odd size": {"n_head": 25, "n_embd": 75},
-    "odd FFN": {"n_inner": 67},
-    "untied": {"tie_word_embeddings": False},
+VARIANTS: Variants = {
+    "gpt2": ("gpt2", {}),
+    "5 heads": ("gpt2", {"n_head": 5, "n_embd": 80}),
+    "25 heads of odd size": ("gpt2", {"n_head": 25, "n_embd": 75}),
+    "odd FFN": ("gpt2", {"n_inner": 67}),
+    "untied": ("gpt2", {"tie_word_embeddings": False}),
 }
-
-
-@pytest.fixture(scope="module")
-def variant(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def written(name: str) -> tuple[Path, Tensor, list[int]]:
-        folder = write_tiny_model(tmp_path_factory.mktemp("model"), "gpt2", **VARIANTS[name])
-        reference = reference_model(folder)
-        return folder, reference_logits(reference, TOKENS), reference_greedy(reference, TOKENS, NUM_GREEDY)
-
-    return written
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_greedy_tokens_equal_transformers(variant: Any, name: str, ranks: int) -> None:
-    folder, expected, greedy = variant(name)
-    assert expected.abs().max() > 1.0
-    torch.testing.assert_close(sharded_logits(folder, ranks, TOKENS), expected, rtol=0, atol=TOLERANCE)
-    assert sharded_greedy(folder, ranks, TOKENS, NUM_GREEDY) == greedy
+def test_logits_and_greedy_tokens_equal_transformers(
+    judged: Callable[[str], Judged], name: str, ranks: int
+) -> None:
+    judged(name).check(ranks)
 
 
 @pytest.mark.parametrize("head", ["absent", "a copy"])
-def test_names_without_a_prefix_and_old_buffers(variant: Any, tmp_path: Path, head: str) -> None:
+def test_names_without_a_prefix_and_old_buffers(
+    judged: Callable[[str], Judged], tmp_path: Path, head: str
+) -> None:
     """As in the first files of this family, which also hold the causal mask."""
-    folder, expected, _ = variant("gpt2")
-    config = json.loads((folder / "config.json").read_text())
+    plain = judged("gpt2")
+    config = json.loads((plain.folder / "config.json").read_text())
     weights = {name.removeprefix("transformer."): tensor for name, tensor in tiny_weights(config, seed=0).items()}
     for layer in range(2):
         weights[f"h.{layer}.attn.bias"] = torch.ones(512, 512).tril().view(1, 1, 512, 512)
@@ -88,7 +74,7 @@ def test_names_without_a_prefix_and_old_buffers(variant: Any, tmp_path: Path, he
     if head == "a copy":
         weights["lm_head.weight"] = weights["wte.weight"].clone()
     write_folder(tmp_path, config, weights)
-    torch.testing.assert_close(sharded_logits(tmp_path, 2, TOKENS), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(sharded_logits(tmp_path, 2, TOKENS), plain.logits, rtol=0, atol=TOLERANCE)
 
 
 def test_a_fused_tensor_of_another_size_is_named(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class SequenceOutput:
 class StepTimings:
     """Where rank 0's wall time of a step went, in seconds. The parts do not overlap.
 
-    With a GPU they are the host's: `forward` and `collectives` are queueing, the wait for the device is in `sample`.
+    With a GPU they are the host's: `forward` and `collectives` queue work, `sample` has the wait for the device.
     """
 
     wait: float = 0.0  # for the plan to arrive

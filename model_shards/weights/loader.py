@@ -1,11 +1,12 @@
 """Fills one rank's shard of a model from its files, each parameter exactly once, reading only what the rank holds.
 
-Peak memory is the shard and one tensor. Knows layouts and checkpoints; of file formats only
-which there are.
+Peak memory is the shard and one tensor: a parameter beside its packed form, while it is packed. Knows layouts and
+checkpoints; of file formats only which there are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from math import prod
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from model_shards.errors import CheckpointError
 from model_shards.group import TensorParallelGroup
 from model_shards.layers.linear import Linear
 from model_shards.layers.placement import Placement
-from model_shards.partition import ParameterLayout
+from model_shards.partition import ParameterLayout, Span
 from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.checkpoint import Checkpoint
@@ -23,6 +24,8 @@ from model_shards.weights.gguf import GgufCheckpoint
 from model_shards.weights.gguf_header import GgufHeader
 from model_shards.weights.metadata import folder_spec, gguf_spec
 from model_shards.weights.safetensors_files import SafetensorsCheckpoint
+
+_ELEMENTS_AT_ONCE = 2**20  # read and decoded in one piece, which stays in the cache and out of the peak
 
 Progress = Callable[[int, int], None]  # (bytes of weights in memory, bytes there will be)
 
@@ -99,11 +102,20 @@ def _read_parameter(
                 f"{checkpoint.file_of(piece.tensor)}: tensor {piece.tensor!r} has shape {list(shape)}, "
                 f"but the config says {list(piece.partition.shape)}"
             )
-        part = checkpoint.read(piece.tensor, piece.partition.local_spans(rank))
-        parameter[row : row + part.shape[0]].copy_(part)
-        row += part.shape[0]
+        rows, *others = piece.partition.local_spans(rank)
+        for some in _in_steps(rows, *others, multiple_of=checkpoint.place_of(piece.tensor).interleaved or 1):
+            parameter[row : row + some.size].copy_(checkpoint.read(piece.tensor, (some, *others)))
+            row += some.size
     assert row == parameter.shape[0], "the pieces of a parameter fill all its rows"
     return parameter
+
+
+def _in_steps(rows: Span, *others: Span, multiple_of: int) -> Iterator[Span]:
+    """`rows` in pieces of few enough elements, cut at multiples of a number from their start."""
+    fitting = _ELEMENTS_AT_ONCE // prod(span.size for span in others)
+    step = max(1, fitting // multiple_of) * multiple_of
+    for start in range(rows.start, rows.stop, step):
+        yield Span(start, min(start + step, rows.stop))
 
 
 def _set_parameter(model: nn.Module, name: str, filled: Tensor) -> nn.Module:

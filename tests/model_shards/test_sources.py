@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from model_shards.errors import ModelSourceError
-from model_shards.sources import BUILT_IN, resolve_model
+from model_shards.sources import BUILT_IN, resolve_config, resolve_model
 
 
 def folder_with(folder: Path, *names: str) -> Path:
@@ -204,3 +204,14 @@ def test_the_built_in_model_is_a_checked_gguf_file(smollm2_path: Path) -> None:
     assert smollm2_path.name == model.file_name
     assert smollm2_path.stat().st_size == model.file_bytes
     assert resolve_model(str(smollm2_path)) == smollm2_path
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "model", "config.json")
+    assert resolve_config(str(folder)) == folder
+    with pytest.raises(ModelSourceError, match=r"it has no \*\.safetensors"):
+        resolve_model(str(folder))
+    hub = use_hub(monkeypatch, folder)
+    assert resolve_config("org/model@v2") == folder
+    [(_, options)] = hub.calls
+    assert (options["allow_patterns"], options["revision"]) == (["config.json"], "v2")

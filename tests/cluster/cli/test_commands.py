@@ -35,7 +35,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", _NO_HEAVY_IMPORTS], check=True)
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "bench", "demo", "version"])
+@pytest.mark.parametrize("command", ["serve", "generate", "plan", "bench", "demo", "version"])
 def test_every_command_has_help(command: str) -> None:
     result = _run(command, "--help")
     assert result.exit_code == 0

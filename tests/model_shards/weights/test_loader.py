@@ -5,6 +5,7 @@ from collections.abc import Collection
 from math import prod
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from model_shards.layers.placement import Placement
 from model_shards.partition import Span
 from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
+from model_shards.weights import loader
 from model_shards.weights.loader import fill, load_model, open_checkpoint
 from model_shards.weights.names import StoredTensor
-from tests.fakes.checkpoints import write_tiny_llama
+from tests.fakes.checkpoints import tiny_weights, write_tiny_llama
+from tests.fakes.gguf_files import write_gguf
 from tests.fakes.thread_group import ThreadGroup
 
 CPU = torch.device("cpu")
@@ -95,6 +98,30 @@ def test_ranks_differ_and_reassemble_to_the_tensor() -> None:
     """Case 30: a rank that loads another's part has the right shape and the wrong numbers."""
     parts = [filled(group)[0].embedding.weight for group in ThreadGroup.of(3)]
     assert torch.equal(torch.cat(list(parts)), torch.arange(101 * 48, dtype=torch.float32).view(101, 48))
+
+
+def test_large_tensors_are_read_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = filled(ThreadGroup.of(2)[1])
+    monkeypatch.setattr(loader, "_ELEMENTS_AT_ONCE", 100)
+    stepwise, checkpoint = filled(ThreadGroup.of(2)[1])
+    assert max(prod(span.size for span in spans) for _, spans in checkpoint.reads) <= 100
+    for name in ("layers.0.attention.qkv", "layers.0.mlp.down.shard", "head"):
+        weights = [model.get_submodule(name).dense_weight() for model in (whole, stepwise)]  # type: ignore[operator]
+        assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("elements", [1, 97, 16 * 96, 40 * 96])
+def test_steps_do_not_cut_through_heads_whose_rows_lie_in_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    config = json.loads((write_tiny_llama(tmp_path) / "config.json").read_text())
+    file = tmp_path / "m.gguf"
+    stored = write_gguf(file, config, tiny_weights(config, 0), gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr(loader, "_ELEMENTS_AT_ONCE", elements)
+    model = load_model(file, ThreadGroup.of(1)[0], device=CPU, dtype=torch.float32)
+    qkv = model.get_submodule("layers.1.attention.qkv").dense_weight()  # type: ignore[operator]
+    expected = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(qkv, torch.cat(expected))
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

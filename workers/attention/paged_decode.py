@@ -5,10 +5,8 @@ with a running softmax. Few sequences would leave most of a GPU idle, so their k
 each, which a second kernel joins by their log-sum-exps (the rule of flash decoding). The grid follows from shapes
 alone, so a launch can be captured in a graph; programs without keys end at once.
 
-Runs under Triton's interpreter as well, which is how it is tested. Knows tensors; knows nothing of sequences.
+Tests run it under Triton's interpreter and compile it for GPUs. Knows tensors; knows nothing of sequences.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -88,18 +86,18 @@ def num_parts(programs: int, longest_context: int, wanted: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_part(
-    query: Any,
-    pages: Any,
-    block_tables: Any,
-    contexts: Any,
-    found: Any,  # [rows, query heads, PARTS, HEAD_DIM] float32: the result over each part alone
-    weights: Any,  # [rows, query heads, PARTS] float32: the log-sum-exp of the part's scores
-    query_row: Any,  # strides, in elements
-    query_head: Any,
-    table_row: Any,
-    page_head: Any,
-    scale: Any,
-    window: Any,
+    query: tl.tensor,
+    pages: tl.tensor,
+    block_tables: tl.tensor,
+    contexts: tl.tensor,
+    found: tl.tensor,  # [rows, query heads, PARTS, HEAD_DIM] float32: the result over each part alone
+    weights: tl.tensor,  # [rows, query heads, PARTS] float32: the log-sum-exp of the part's scores
+    query_row: tl.tensor,  # strides, in elements
+    query_head: tl.tensor,
+    table_row: tl.tensor,
+    page_head: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
     KV_HEADS: tl.constexpr,  # noqa: N803  # Triton's constants are written like this
     GROUP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
@@ -160,9 +158,9 @@ def _attend_part(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join_parts(
-    found: Any,
-    weights: Any,
-    out: Any,  # [rows, query heads, HEAD_DIM]
+    found: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,  # [rows, query heads, HEAD_DIM]
     NUM_HEADS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803

@@ -1,4 +1,9 @@
-"""The Triton kernel for decodes, under Triton's interpreter, against the formula."""
+"""The Triton kernel for decodes: under Triton's interpreter against the formula, and compiled for GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +76,17 @@ def test_keys_are_cut_only_as_far_as_programs_are_missing() -> None:
     assert num_parts(programs=64, longest_context=8192, wanted=264) == 4
     assert num_parts(programs=2048, longest_context=8192, wanted=264) == 1
     assert num_parts(programs=8, longest_context=100, wanted=264) == 2  # no more parts than tiles of keys
+
+
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.attention.compiled_decode"],
+        cwd=Path(__file__).resolve().parents[3],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -21,6 +21,8 @@ _INVARIANT_ROWS = 4
 _PACKING_ROWS_HINT = 64  # the row count that the packed layout is made for; with 1, one row gets other bits
 _PROBE_ROWS = (1, 2, 3, 7)
 _PROBE_BATCH = 16
+_PROBE_OUTPUTS = 4096  # of more, a probe takes fewer: it costs as much as filling the weight, in time and memory
+_BLOCK_OUTPUTS = 64
 
 
 class Linear(nn.Module):
@@ -102,6 +104,8 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 @cache
 def packing_works(out_features: int, in_features: int) -> bool:
     """Whether this build of torch packs float32 weights of that shape and multiplies them batch-invariantly."""
+    if out_features > _PROBE_OUTPUTS:  # in blocks that know nothing of each other; the last may be narrower
+        return packing_works(_PROBE_OUTPUTS - _BLOCK_OUTPUTS + out_features % _BLOCK_OUTPUTS, in_features)
     weight = torch.outer(torch.linspace(0.5, 1.0, out_features), torch.linspace(-1.0, 1.0, in_features))
     rows = torch.linspace(-2.0, 2.0, _PROBE_BATCH * in_features).view(_PROBE_BATCH, in_features)
     try:

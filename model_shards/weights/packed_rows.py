@@ -17,7 +17,7 @@ from model_shards.layers.linear import Linear, pack_weight
 from model_shards.weights.checksum import row_sums
 
 _BLOCK_ROWS = (64, 48, 32, 24, 16, 8)
-_PROBE_COLUMNS = 64
+_PROBE_COLUMNS = 16
 
 Words = NDArray[np.int32]
 

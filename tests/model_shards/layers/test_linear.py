@@ -103,12 +103,12 @@ def test_a_build_without_the_operation_falls_back(monkeypatch: pytest.MonkeyPatc
     def absent(weight: Tensor) -> Tensor:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
-    monkeypatch.setattr(linear, "_pack", absent)
+    monkeypatch.setattr(linear, "pack_weight", absent)
     assert not linear.packing_works.__wrapped__(40, 40)
 
 
 def test_a_build_that_multiplies_otherwise_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_pack", lambda weight: weight)
+    monkeypatch.setattr(linear, "pack_weight", lambda weight: weight)
     monkeypatch.setattr(linear, "_multiply_packed", lambda rows, packed, bias: rows @ packed.T + len(rows))
     assert not linear.packing_works.__wrapped__(40, 40)
     monkeypatch.setattr(linear, "_multiply_packed", lambda rows, packed, bias: 1.1 * rows @ packed.T)
@@ -134,3 +134,18 @@ def test_row_parallel_ranks_sum_and_add_the_bias_once(path: str, with_bias: bool
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     expected = rows @ weight.T + (bias if with_bias else 0)
     torch.testing.assert_close(outputs[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_probe_of_many_outputs_takes_fewer_and_keeps_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[tuple[int, ...]] = []
+    pack = linear.pack_weight
+
+    def noting(weight: Tensor) -> Tensor:
+        packed.append(tuple(weight.shape))
+        return pack(weight)
+
+    monkeypatch.setattr(linear, "pack_weight", noting)
+    works = linear.packing_works.__wrapped__
+    monkeypatch.setattr(linear, "packing_works", works)
+    assert [works(outputs, 24) for outputs in (4096, 49152, 100_003)] == [works(40, 24)] * 3
+    assert packed == [(4096, 24), (4032, 24), (4032 + 100_003 % 64, 24), (40, 24)]

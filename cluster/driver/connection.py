@@ -28,6 +28,7 @@ SUBMIT_DEADLINE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
 _LOOKS_PER_HEARTBEAT = 4
+_LATE_S = 1.5  # a driver silent for so long is not counted on, though what is open waits for it
 
 
 class _Inbox:
@@ -96,6 +97,8 @@ class DriverConnection:
         """Why no token can be made now; None when one can."""
         if self._lease_id is None:
             return self._cause
+        if self._silence.lasts_s > _LATE_S:
+            return f"the driver has said nothing for {self._silence.lasts_s:.1f} s"
         return self._status.unavailable_because if self._status is not None else None
 
     @property
@@ -231,7 +234,7 @@ class DriverConnection:
             if self._lease_id is None:
                 self._silence.end()
             elif self._silence.too_long():
-                self._disconnect(f"the driver has not renewed our lease for {LEASE_S:g} s")
+                self._disconnect(f"the driver has said nothing for {LEASE_S:g} s")
                 self._lease_lost.set()
 
     def _connect(self, lease_id: str) -> None:

@@ -107,6 +107,10 @@ class Driver:
             unavailable_because=self.unavailable_because,
         )
 
+    def line_lost(self, subscriber_id: str) -> None:
+        """An ingress's line has ended: it has died, or is about to come back."""
+        self._subscriptions.line_lost(subscriber_id)
+
     async def stats(self) -> EngineStats:
         """What the engine has counted."""
         return self._engine.stats()

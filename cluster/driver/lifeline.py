@@ -25,14 +25,19 @@ _ANSWER_S = 5.0  # for a line to be opened, and for each answer
 
 Heartbeat = Callable[[str], Awaitable[DriverStatus]]
 Abort = Callable[[str, int | None], Awaitable[None]]
+Lost = Callable[[str], None]
 
 
 class LifelineServer:
-    """The driver's end, on its event loop. `close()` ends every line; it is idempotent."""
+    """The driver's end, on its event loop. `close()` ends every line; it is idempotent.
 
-    def __init__(self, heartbeat: Heartbeat, abort: Abort) -> None:
+    `lost` is called with the name of whoever beat over a line that has ended: within milliseconds of its death.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, abort: Abort, lost: Lost) -> None:
         self._heartbeat = heartbeat
         self._abort = abort
+        self._lost = lost
         self._token = secrets.token_urlsafe(32)
         self._server: asyncio.Server | None = None
         self._lines: set[asyncio.Task[None]] = set()
@@ -70,10 +75,18 @@ class LifelineServer:
             greeting = (await reader.readline()).decode().strip()
         if not hmac.compare_digest(greeting.encode(), self._token.encode()):
             return
-        while line := await reader.readline():
-            answer = await self._answer(*json.loads(line))
-            writer.write(json.dumps(answer).encode() + b"\n")
-            await writer.drain()
+        beating: set[str] = set()
+        try:
+            while line := await reader.readline():
+                call, name, *rest = json.loads(line)
+                if call == _BEAT:
+                    beating.add(name)
+                answer = await self._answer(call, name, *rest)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        finally:
+            for name in beating:
+                self._lost(name)
 
     async def _answer(self, call: str, name: str, choice: int | None = None) -> list[Any]:
         if call == _BEAT:

@@ -21,8 +21,13 @@ class Silence:
         """The other side has said something."""
         self._lasts_s = 0.0
 
+    @property
+    def lasts_s(self) -> float:
+        """How long we have listened in vain, as of the last look."""
+        return self._lasts_s
+
     def too_long(self) -> bool:
-        """Whether we have listened in vain for more than the limit."""
+        """Look, and tell whether we have listened in vain for more than the limit."""
         now = self._clock()
         self._lasts_s += min(now - self._looked_at, self._look_s)
         self._looked_at = now

@@ -2,8 +2,8 @@
 
 An outbox merges what waits, so a slow reader gets one larger delta for each choice and never a backlog: it is
 bounded by the live choices. The lease, not the end of a stream, decides that an ingress is gone, because Ray does
-not cancel a driver's generator when the ingress is killed. Lives on one event loop. Knows requests and who asked;
-knows nothing of Serve or engines.
+not cancel a driver's generator when the ingress is killed; it is cut short when the ingress's line breaks. Lives
+on one event loop. Knows requests and who asked; knows nothing of Serve or engines.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from cluster.driver.delta_codec import Closed, Deltas, DriverMessage, Hello
 from cluster.errors import Unavailable
 from cluster.generation import TokenDelta
 
-LEASE_S = 3.0
+LEASE_S = 15.0  # an ingress, or a driver, that is only slow must not cost anybody a stream
+LOST_LEASE_S = 2.0  # what is left of it once the ingress's line has broken: the ingress has died, or opens another
 HEARTBEAT_S = 0.5  # what an ingress knows of the ranks is so old at the most
 ROTATION_S = 2.0  # an idle stream ends after this and is opened anew: a draining replica must be able to empty
 
@@ -87,6 +88,12 @@ class Subscriptions:
             return False
         outbox.expires_at = self._clock() + self._lease_s
         return True
+
+    def line_lost(self, subscriber_id: str) -> None:
+        """The kernel has closed this subscriber's line: its lease runs out soon, unless it is renewed."""
+        outbox = self._outboxes.get(subscriber_id)
+        if outbox is not None:
+            outbox.expires_at = min(outbox.expires_at, self._clock() + LOST_LEASE_S)
 
     def own(self, subscriber_id: str, request_id: str, choices: int) -> None:
         """Route a request's deltas to this subscriber. Raises `Unavailable` when it holds no lease here."""

@@ -292,7 +292,7 @@ async def test_an_expired_lease_fails_what_was_open(connect: Connect) -> None:
 @pytest.fixture
 def quick_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(connection_module, "LEASE_S", 0.05)
+    monkeypatch.setattr(connection_module, "LEASE_S", 0.2)
 
 
 @pytest.mark.usefixtures("quick_lease")
@@ -303,7 +303,7 @@ async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Conne
 
     switchboard.deaf = switchboard.mute = True
 
-    with pytest.raises(Unavailable, match="has not renewed our lease"):
+    with pytest.raises(Unavailable, match="has said nothing for"):
         await tokens(stream)
     switchboard.deaf = switchboard.mute = False
     await connection.wait_connected(10)
@@ -312,7 +312,7 @@ async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Conne
 
 @pytest.mark.usefixtures("quick_lease")
 async def test_a_driver_that_sends_tokens_is_alive_without_heartbeats(connect: Connect) -> None:
-    connection, switchboard = await connect(step_time_s=0.002)
+    connection, switchboard = await connect(step_time_s=0.005)
     stream = connection.stream(count_from(1, 200))
     await anext(stream)
 

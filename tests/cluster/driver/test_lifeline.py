@@ -18,6 +18,7 @@ class Driver:
     def __init__(self) -> None:
         self.aborted: list[tuple[str, int | None]] = []
         self.beats: list[str] = []
+        self.lost: list[str] = []
         self.hangs = False
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
@@ -37,7 +38,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 async def server(driver: Driver) -> AsyncIterator[LifelineServer]:
-    server = LifelineServer(driver.heartbeat, driver.abort)
+    server = LifelineServer(driver.heartbeat, driver.abort, driver.lost.append)
     yield server
     await server.close()
 
@@ -74,6 +75,20 @@ async def test_nobody_there(address: LifelineAddress, server: LifelineServer) ->
     await server.close()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await Lifeline(address).heartbeat("me")
+
+
+async def test_the_end_of_a_line_tells_whose_it_was(
+    driver: Driver, line: Lifeline, address: LifelineAddress
+) -> None:
+    other = Lifeline(address)
+    await asyncio.gather(line.heartbeat("me"), other.heartbeat("other"), line.abort("one"))
+    await line.close()
+    async with asyncio.timeout(5):
+        while not driver.lost:
+            await asyncio.sleep(0.001)
+    assert driver.lost == ["me"]
+    assert await other.heartbeat("other") == STATUS
+    await other.close()
 
 
 async def test_a_broken_line_is_opened_anew(line: Lifeline, server: LifelineServer) -> None:

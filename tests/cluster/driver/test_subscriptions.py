@@ -140,6 +140,18 @@ async def test_a_stall_of_the_driver_is_nobodys_silence(rig: Rig) -> None:
     assert rig.subscriptions.renew("alive")
 
 
+async def test_a_lost_line_cuts_the_lease_short_unless_it_is_renewed(rig: Rig) -> None:
+    for name in ("dead", "back"):
+        await opened(rig, name)
+        rig.subscriptions.own(name, f"of {name}", 1)
+        rig.subscriptions.line_lost(name)
+    rig.subscriptions.line_lost("unknown")
+    assert rig.watch_until(1.9) == []
+    rig.subscriptions.renew("back")
+    assert rig.watch_until(4.5) == ["dead"]
+    assert rig.aborted == ["of dead"]
+
+
 async def test_no_request_without_a_lease(rig: Rig) -> None:
     with pytest.raises(Unavailable, match="does not know this ingress"):
         rig.subscriptions.own("stranger", "a", 1)

@@ -41,7 +41,6 @@ class Decoder(nn.Module):
         self.local_vocab_start = vocabulary.start
         self.local_vocab_size = vocabulary.size
         self.has_static_shapes = spec.num_experts == 0  # tokens choose their experts, and these their rows
-        self.has_static_shapes = spec.num_experts == 0  # tokens choose their experts, and these their rows
         self.layout = decoder_layout(spec, partition)
 
         self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)

@@ -39,7 +39,6 @@ class Gpt2(nn.Module):
         self.local_vocab_start = vocabulary.start
         self.local_vocab_size = vocabulary.size
         self.has_static_shapes = True
-        self.has_static_shapes = True
         self.layout = gpt2_layout(spec, partition)
 
         self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)

@@ -143,21 +143,9 @@ def _predictions(
     plan: ModelPlan, item_bytes: int, ceilings: Ceilings, prompt_len: int, batches: Sequence[int]
 ) -> tuple[Prediction, ...]:
     steps = {f"prefill of {prompt_len} tokens": Step(1, prompt_len)}
-    steps |= {f"decode of {batch}, each after {prompt_len}": Step(batch, 1, prompt_len) for batch in batches}
+    steps |= {f"decode of {batch} after {prompt_len}": Step(batch, 1, prompt_len) for batch in batches}
     found = []
     for name, step in steps.items():
         cost = step_cost(plan, step, item_bytes)
         found.append(Prediction(name, step, cost, step_seconds(cost, len(plan.ranks), ceilings)))
     return tuple(found)
-
-
-def kv_rule(plan: ServingPlan, config: ClusterConfig) -> str:
-    """What limits the KV cache, in words."""
-    if config.kv_cache_memory is not None:
-        return f"kv_cache_memory: {config.kv_cache_memory} bytes over all ranks"
-    if plan.gpu_memory is None:
-        return f"by default on CPU, {CPU_LIMIT} bytes over all ranks, where as much is free"
-    return (
-        f"what the weights leave of {config.gpu_memory_share:.0%} of each GPU's {plan.gpu_memory} bytes, "
-        f"less the activations of the largest step, which a start measures"
-    )

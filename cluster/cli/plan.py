@@ -62,7 +62,7 @@ def plan(
 
         from cluster.cli import plan_report
         from cluster.cli.settings import cluster_config
-        from cluster.planning import kv_rule, plan_serving, planned_device
+        from cluster.planning import plan_serving, planned_device
         from model_shards.sources import resolve_config
         from model_shards.weights.metadata import read_spec
 
@@ -96,7 +96,7 @@ def plan(
         if as_json:
             typer.echo(json.dumps(plan_report.as_json(made), indent=2))
             return
-        for part in plan_report.report(made, kv_rule(made, settings)):
+        for part in plan_report.report(made, settings):
             console.print(part, highlight=False)
 
 

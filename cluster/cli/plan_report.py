@@ -7,16 +7,19 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from cluster.config import ClusterConfig
+from cluster.driver.sizing import CPU_LIMIT
 from cluster.planning import Prediction, ServingPlan
 from model_shards.plan import TensorCut
 
 
-def report(made: ServingPlan, kv_rule: str) -> Iterator[RenderableType]:
+def report(made: ServingPlan, config: ClusterConfig) -> Iterator[RenderableType]:
     """In the order in which it reads best."""
     ranks = f"{len(made.plan.ranks)} {made.device} rank(s)"
     yield f"{made.model}: {made.plan.spec.architecture}, {made.dtype} on {ranks}"
     yield _ranks(made)
-    yield f"KV cache: {made.num_blocks} blocks of {made.block_size} = {made.kv_tokens} tokens ({kv_rule})"
+    tokens = f"{made.num_blocks} blocks of {made.block_size} = {made.kv_tokens} tokens"
+    yield f"KV cache: {tokens}: {kv_rule(made, config)}"
     if made.kv_tokens and made.kv_tokens < made.max_model_len:
         yield f"[yellow]max_model_len would be {made.kv_tokens}, not {made.max_model_len}[/yellow]"
     if made.does_not_fit is not None:
@@ -27,6 +30,18 @@ def report(made: ServingPlan, kv_rule: str) -> Iterator[RenderableType]:
     yield (
         f"at best, with {ceilings.flops / 1e12:g} TFLOP/s, {ceilings.memory_bandwidth / 1e9:g} GB/s of memory, "
         f"{ceilings.link_bandwidth / 1e9:g} GB/s and {ceilings.link_latency_s * 1e6:g} us between ranks"
+    )
+
+
+def kv_rule(made: ServingPlan, config: ClusterConfig) -> str:
+    """What limits the KV cache."""
+    if config.kv_cache_memory is not None:
+        return f"kv_cache_memory is {size_in_words(config.kv_cache_memory)} over all ranks"
+    if made.gpu_memory is None:
+        return f"{size_in_words(CPU_LIMIT)} over all ranks, the default on CPU where as much is free"
+    return (
+        f"what the weights leave of {config.gpu_memory_share:.0%} of {size_in_words(made.gpu_memory)}; the "
+        f"activations of the largest step, which a start measures, come off that"
     )
 
 
@@ -62,22 +77,17 @@ def as_json(made: ServingPlan) -> dict[str, Any]:
 
 
 def _ranks(made: ServingPlan) -> Table:
-    table = _table(
-        "rank", "query heads", "KV heads", "FFN columns", "vocabulary", "weights", "KV a token", "KV cache"
-    )
-    table.add_column("weights + KV", justify="right", no_wrap=True)
+    table = _table("rank", "heads Q+KV", "FFN", "weights", "KV/token", "KV cache", "both")
     for rank in made.plan.ranks:
         kv_bytes = made.kv_bytes(rank)
         table.add_row(
             str(rank.rank),
-            str(rank.query_heads),
-            str(rank.kv_heads),
+            f"{rank.query_heads}+{rank.kv_heads}",
             str(rank.ffn_columns),
-            str(rank.vocabulary),
-            _bytes(rank.weight_bytes),
-            _bytes(rank.kv_bytes_per_token),
-            _bytes(kv_bytes),
-            _bytes(rank.weight_bytes + kv_bytes),
+            size_in_words(rank.weight_bytes),
+            size_in_words(rank.kv_bytes_per_token),
+            size_in_words(kv_bytes),
+            size_in_words(rank.weight_bytes + kv_bytes),
         )
     return table
 
@@ -98,11 +108,11 @@ def _rule(cut: TensorCut) -> str:
 
 
 def _predictions(predictions: Sequence[Prediction]) -> Table:
-    table = _table("step", "compute", "memory", "all-reduce", "total", "tok/s")
+    table = _table("step, in ms", "compute", "memory", "all-reduce", "total", "tok/s")
     for prediction in predictions:
         seconds = prediction.seconds
         parts = (seconds[part] for part in ("compute", "memory", "all_reduce", "total"))
-        table.add_row(prediction.name, *(_ms(part) for part in parts), f"{prediction.tokens_per_s:.0f}")
+        table.add_row(prediction.name, *(_ms(part) for part in parts), f"{prediction.tokens_per_s:,.0f}")
     return table
 
 
@@ -114,7 +124,8 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _bytes(number: int) -> str:
+def size_in_words(number: int) -> str:
+    """2147483648 -> 2.0 GiB"""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -122,4 +133,4 @@ def _bytes(number: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:,.2f}"

@@ -5,7 +5,7 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.driver.sizing import CPU_LIMIT
 from cluster.errors import InvalidConfig
-from cluster.planning import GPU_MEMORY, ServingPlan, kv_rule, plan_serving, planned_device
+from cluster.planning import GPU_MEMORY, ServingPlan, plan_serving, planned_device
 from model_shards.roofline import CPU
 from tests.model_shards.test_partition import SMOLLM2
 
@@ -64,14 +64,6 @@ def test_predictions_are_of_a_prefill_and_of_each_batch() -> None:
     assert all(prediction.seconds["total"] > 0 for prediction in plan.predictions)
     prefill = plan.predictions[0]
     assert prefill.tokens_per_s == 128 / prefill.seconds["total"]
-
-
-def test_what_limits_the_cache_is_in_words() -> None:
-    config = ClusterConfig.parse({"model": "m"})
-    assert kv_rule(planned(GIB), config).startswith(f"what the weights leave of 90% of each GPU's {GIB} bytes")
-    assert "by default on CPU" in kv_rule(planned(), config)
-    set_budget = ClusterConfig.parse({"model": "m", "kv_cache_memory": 5})
-    assert kv_rule(planned(), set_budget) == "kv_cache_memory: 5 bytes over all ranks"
 
 
 def test_mistakes() -> None:

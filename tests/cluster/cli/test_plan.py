@@ -32,21 +32,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
+def run(*arguments: str | Path, columns: int = 200) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": str(columns)})
 
 
-def test_tables_for_people(folder: Path) -> None:
-    result = run(folder, "--tp", "2", "--gpu-memory", "80GiB")
+def test_tables_for_people_fit_a_narrow_terminal(folder: Path) -> None:
+    result = run(folder, "--tp", "2", "--gpu-memory", "80GiB", columns=80)
     assert result.exit_code == 0, result.output
-    for part in (
-        "2 cuda rank(s)",
-        "FFN columns",
-        "rows: 384 + 192",
-        "whole on every rank",
-        "prefill of 1024 tokens",
-    ):
+    for part in ("2 cuda rank(s)", "6+2", "rows: 384 + 192", "whole on every rank", "prefill of 1024 tokens"):
         assert part in result.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--gpu-memory", "80GiB"], "what the weights leave of 90% of 80.0 GiB"),
+        ([], "2.0 GiB over all ranks, the default on CPU"),
+        (["--kv-cache-memory", "64MiB"], "kv_cache_memory is 64.0 MiB over all ranks"),
+    ],
+)
+def test_what_limits_the_cache_is_said(folder: Path, arguments: list[str], rule: str) -> None:
+    assert rule in run(folder, *arguments).stdout
 
 
 def test_json_for_programs(folder: Path) -> None:

@@ -45,6 +45,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    spare: Annotated[
+        bool | None,
+        typer.Option(
+            "--spare/--no-spare",
+            help="A process (some 200 MB) waits for the seat of a worker that dies (default: yes on CPUs).",
+            show_default=False,
+        ),
+    ] = None,
     drain_deadline_s: Annotated[
         float | None,
         typer.Option(help="Seconds that running streams get at the end (default: 60).", show_default=False),

@@ -22,7 +22,7 @@ from tests.model_shards.families.logits import random_prompts, reference_logits,
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **test_decoder.VARIANTS,
     **test_experts.VARIANTS,
-    **{f"gpt2, {name}": ("gpt2", overrides) for name, overrides in test_gpt2.VARIANTS.items()},
+    **{f"gpt2, {name}": variant for name, variant in test_gpt2.VARIANTS.items()},
 }
 
 

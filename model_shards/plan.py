@@ -104,7 +104,7 @@ def _plan_rank(
 ) -> RankPlan:
     kv_heads = partition.kv_heads[rank].size
     tied_copy = layout["embedding.weight"].local_size(rank) if spec.tied_embeddings and packed else 0
-    table = 0 if spec.rope_theta is None else spec.max_positions * spec.head_dim  # half cosines, half sines
+    table = 0 if spec.rope_theta is None else 2 * spec.max_positions * spec.head_dim
     return RankPlan(
         rank=rank,
         query_heads=partition.query_heads[rank].size,

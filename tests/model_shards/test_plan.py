@@ -76,7 +76,7 @@ def test_smollm2_on_two_ranks() -> None:
     assert [rank.kv_bytes_per_token for rank in plan.ranks] == [2 * 30 * 2 * 64 * 2, 2 * 30 * 64 * 2]
     whole = smollm2_plan(1).ranks[0]
     assert whole.shard_bytes == 134_515_008 * 2
-    assert whole.table_bytes == 8192 * 64 * 2
+    assert whole.table_bytes == 2 * 8192 * 64 * 2
 
 
 def test_cuts_name_the_rule_of_every_tensor() -> None:

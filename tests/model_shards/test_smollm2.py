@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from model_shards.spec import ModelSpec
+from model_shards.weights.file_sums import file_sums
+from model_shards.weights.holdings import holdings_of
+from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
+from model_shards.weights.proof import add_up, unproved
 from tests.fakes.reference import reference_model
+from tests.fakes.thread_group import run_ranks
 from tests.model_shards.families.logits import reference_logits, sharded_logits
 
 # Reading the model twice takes most of it, on a busy machine minutes.
@@ -51,3 +56,13 @@ def test_spec(smollm2_path: Path) -> None:
         eos_token_ids=(2,),
     )
     assert spec.norm_epsilon == pytest.approx(1e-5)
+
+
+def test_two_ranks_prove_that_they_hold_the_file(smollm2_path: Path) -> None:
+    models = run_ranks(
+        2, lambda group: load_model(smollm2_path, group, device=torch.device("cpu"), dtype=torch.float32)
+    )
+    held = [holdings_of(model, smollm2_path, rank) for rank, model in enumerate(models)]
+    shares = [file_sums(smollm2_path, torch.float32, share=share, num_shares=2) for share in range(2)]
+    assert unproved(held, add_up(shares)) == {}
+    assert len(add_up(shares)) == 272

@@ -28,8 +28,8 @@ from cluster.driver.placement import STRATEGY, bundles_for, describe_demand, nod
 from cluster.driver.resolution import resolve_device
 from cluster.driver.routing import ByAddress
 from cluster.driver.status import DriverCard, ServedModel
-from cluster.errors import StartupFailed, Unavailable
-from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
+from cluster.errors import ShardserveError, StartupFailed, Unavailable
+from cluster.generation import Completion, GenerationRequest, RequestOptions, SamplingParams, TextDelta
 from cluster.ingress.admission import Limits
 from cluster.ingress.app import build_app
 from cluster.launch import start_log
@@ -73,6 +73,14 @@ class DriverReplica(Driver):
             await self._lifeline.close()
             raise
         self._card = DriverCard(_replica_id(), await self.describe(), lifeline)
+
+    async def offer(self, subscriber_id: str, request: GenerationRequest) -> ShardserveError | None:
+        """`submit`, with a refusal as the answer: Serve would log an exception with its traceback, each time."""
+        try:
+            await self.submit(subscriber_id, request)
+        except ShardserveError as refusal:
+            return refusal
+        return None
 
     async def introduce(self) -> DriverCard:
         """For ingresses: who this is and how to reach it."""

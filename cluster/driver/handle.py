@@ -109,9 +109,11 @@ class AddressedDriver:
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         try:
-            await self._calls.submit.remote(subscriber_id, request)
+            refusal: ShardserveError | None = await self._calls.offer.remote(subscriber_id, request)
         except (RayError, RayServeException) as error:
             raise as_ours(error) from None
+        if refusal is not None:
+            raise refusal
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
         await self._lifeline.abort(request_id, choice)

@@ -109,7 +109,7 @@ class Engine:
                 raise Unavailable(self._refusal)
             if request.request_id in self._accepted:
                 raise InvalidRequest(f"request {request.request_id!r} is running already", "request_id")
-            num_waiting, limit = self._num_waiting, self._config.max_waiting_requests
+            num_waiting, limit = self._num_waiting - self._num_free_seats(), self._config.max_waiting_requests
             if num_waiting >= limit:
                 retry_after_s = self._pace.retry_after_s(num_waiting, self._clock())
                 raise Overloaded(f"{num_waiting} requests wait already, and the limit is {limit}", retry_after_s)
@@ -227,6 +227,11 @@ class Engine:
                     self._outbox += self._core.end(request_id, choice, reason)
                 case _:
                     assert_never(command)
+
+    def _num_free_seats(self) -> int:
+        """How many of those not yet started the next turn may start. A turn that left some waiting had no more."""
+        stats = self._stats
+        return 0 if stats.waiting else max(0, self._config.max_num_seqs - stats.running)
 
     def _hand_over(self) -> None:
         """Show the outside what a turn has brought: counts first, then tokens."""

@@ -14,9 +14,10 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from cluster.driver.handle import ServeDrivers, as_ours
+from cluster.driver.handle import AddressedDriver, ServeDrivers, as_ours
 from cluster.driver.status import DriverCard, LifelineAddress
 from cluster.errors import GenerationFailed, Overloaded, Unavailable
+from cluster.generation import GenerationRequest, SamplingParams
 from tests.cluster.driver.rig import MODEL
 
 LOST = [
@@ -87,3 +88,29 @@ async def test_when_none_runs_there_is_none() -> None:
 async def test_who_runs_cannot_always_be_said(failure: Exception) -> None:
     with pytest.raises(Unavailable):
         await ServeDrivers(Broadcast(failure=failure)).find()
+
+
+class Offering:
+    """A Serve handle whose `offer` answers so."""
+
+    def __init__(self, answer: Exception | None) -> None:
+        self._answer = answer
+        self.offered: list[tuple[str, GenerationRequest]] = []
+        self.offer = self
+
+    def options(self, **options: object) -> "Offering":
+        return self
+
+    async def remote(self, subscriber_id: str, request: GenerationRequest) -> Exception | None:
+        self.offered.append((subscriber_id, request))
+        return self._answer
+
+
+async def test_a_refusal_is_an_answer_of_the_driver_and_an_error_here() -> None:
+    card = DriverCard("a", MODEL, LifelineAddress("127.0.0.1", 1, "secret"))
+    request = GenerationRequest("r", (1, 2), SamplingParams())
+    taking = Offering(None)
+    await AddressedDriver(taking, card).submit("me", request)
+    assert taking.offered == [("me", request)]
+    with pytest.raises(Overloaded, match="full"):
+        await AddressedDriver(Offering(Overloaded("full", 2.0)), card).submit("me", request)

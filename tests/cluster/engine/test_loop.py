@@ -171,6 +171,20 @@ def test_overload_counts_requests_not_yet_started(depth: int) -> None:
         assert_empty(engine)
 
 
+def test_only_those_without_a_seat_count_as_waiting(depth: int) -> None:
+    gate, inbox = Gate(), Inbox()
+    with running(scripted(next_token=gate), inbox, depth=depth, max_waiting_requests=2) as engine:
+        engine.submit(make_request("runs", 1, 5))
+        assert gate.reached.wait(_PATIENCE_S)
+        for number in range(3 + 2):  # the other seats, and the limit
+            engine.submit(make_request(f"r{number}", 1, 5))
+        with pytest.raises(Overloaded, match="2 requests wait already, and the limit is 2"):
+            engine.submit(make_request("too many", 1, 5))
+        gate.open.set()
+        assert engine.drain(_PATIENCE_S)
+        assert_empty(engine)
+
+
 def test_abort_in_any_phase_leaves_nothing(depth: int) -> None:
     gate, inbox = Gate(), Inbox()
     with running(scripted(next_token=gate), inbox, depth=depth) as engine:

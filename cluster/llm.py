@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from cluster.config import ClusterConfig
 from cluster.driver.driver import StartedGroup, engine_config
+from cluster.driver.resolution import ModelFiles, check_model
 from cluster.engine.loop import Engine
-from cluster.errors import GenerationFailed, InvalidConfig
+from cluster.errors import GenerationFailed, InvalidConfig, StartupFailed
 from cluster.generation import (
     Completion,
     GenerationRequest,
@@ -28,6 +29,7 @@ from cluster.text.chat_template import ChatMessage, load_chat_template
 from cluster.text.choice import CompletionBuilder, RequestText
 from cluster.text.prompts import Prompt, PromptEncoder
 from cluster.text.tokenizer import load_tokenizer
+from model_shards.errors import ModelError
 
 _POLL_S = 1.0  # between looks at whether the engine still lives
 _OFFLINE_QUEUE = 2**31  # a batch waits in the engine, however long it is
@@ -175,6 +177,7 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
         return start_local_group(config)
     from cluster.driver.local_ray import ensure_ray
 
+    _check_model(config)
     ranks = config.tensor_parallel_size
     taken.enter_context(ensure_ray(ranks, gpus=ranks if config.device == "cuda" else 0))
     from cluster.driver.ray_executor import start_ray_group
@@ -182,6 +185,14 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
     if config.spare is None:
         config = config.model_copy(update={"spare": False})  # nobody waits for a stream here
     return start_ray_group(config)
+
+
+def _check_model(config: ClusterConfig) -> None:
+    """Refuse what the model's numbers rule out before Ray is started for it."""
+    try:
+        check_model(config, ModelFiles.of(config.model).spec)
+    except ModelError as error:
+        raise StartupFailed(str(error)) from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
+from cluster.driver.resolution import longest_sequence
 from cluster.driver.sizing import CPU_LIMIT, RankMemory, pool_size
 from cluster.errors import InvalidConfig
 from model_shards.plan import ModelPlan, RankPlan, plan_model
@@ -85,10 +86,7 @@ def plan_serving(
     batches: Sequence[int],
 ) -> ServingPlan:
     """Raises `InvalidConfig` or `PartitionError`."""
-    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
-        raise InvalidConfig(
-            f"max_model_len is {config.max_model_len}, but the model has {spec.max_positions} positions"
-        )
+    max_model_len = longest_sequence(config, spec)
     dtype = default_dtype(device) if config.dtype == "auto" else config.dtype
     item_bytes = _ITEM_BYTES[dtype]
     plan = plan_model(
@@ -105,7 +103,7 @@ def plan_serving(
         dtype=dtype,
         plan=plan,
         block_size=config.block_size,
-        max_model_len=config.max_model_len or spec.max_positions,
+        max_model_len=max_model_len,
         gpu_memory=memory,
         num_blocks=_num_blocks(config, plan, device, memory),
         ceilings=ceilings,

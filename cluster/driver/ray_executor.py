@@ -22,7 +22,7 @@ from cluster.driver.placement import Placement, bundles_for, offered_gpus
 from cluster.driver.proving import ShardProof
 from cluster.driver.ranks import Rank, Ranks
 from cluster.driver.ray_spare import RaySpare
-from cluster.driver.resolution import ModelFiles, fit, keeps_spares, resolve_device, worker_config
+from cluster.driver.resolution import ModelFiles, check_model, fit, keeps_spares, resolve_device, worker_config
 from cluster.driver.seating import config_by_seat
 from cluster.driver.sizing import RankMemory
 from cluster.driver.spares import Spares
@@ -210,6 +210,7 @@ def _start(config: ClusterConfig, taken: ExitStack) -> StartedGroup:
     device = resolve_device(config.device, ranks=config.tensor_parallel_size, count_gpus=offered_gpus)
     with_spares = keeps_spares(config, device)
     files = ModelFiles.of(config.model)
+    check_model(config, files.spec)
     placement = Placement.current_or_new(bundles_for(config.tensor_parallel_size, device), patience.left())
     taken.callback(placement.release)
     worker = worker_config(config, files, device, num_threads=1)

@@ -14,6 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.driver.sizing import RankMemory, pool_size, sequence_limit
 from cluster.driver.status import ServedModel
 from cluster.errors import InvalidConfig
+from model_shards.partition import partition_model
 from model_shards.sources import resolve_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.metadata import read_spec
@@ -58,20 +59,33 @@ def keeps_spares(config: ClusterConfig, device: Device) -> bool:
     return device == "cpu" and config.spare is not False
 
 
+def check_model(config: ClusterConfig, spec: ModelSpec) -> None:
+    """Whether the model can be served like that, by its numbers alone: before anything is started.
+
+    Raises `InvalidConfig`, or `model_shards.errors.ModelError` when it cannot be cut so.
+    """
+    partition_model(spec, config.tensor_parallel_size, config.shard_weights or ())
+    longest_sequence(config, spec)
+
+
+def longest_sequence(config: ClusterConfig, spec: ModelSpec) -> int:
+    """Of tokens, prompt included: as set, or what the model allows. Raises `InvalidConfig` for more than that."""
+    wanted = config.max_model_len or spec.max_positions
+    if wanted > spec.max_positions:
+        raise InvalidConfig(f"max_model_len is {wanted}, but the model has {spec.max_positions} positions")
+    return wanted
+
+
 def worker_config(config: ClusterConfig, files: ModelFiles, device: Device, num_threads: int) -> WorkerConfig:
     """Raises `InvalidConfig` for a sequence longer than the model's positions, or what the device cannot do."""
     _check_device_settings(config, device)
-    limit = files.spec.max_positions
-    wanted = config.max_model_len or limit
-    if wanted > limit:
-        raise InvalidConfig(f"max_model_len is {wanted}, but the model has {limit} positions")
     return WorkerConfig(
         model_path=str(files.path),
         tensor_parallel_size=config.tensor_parallel_size,
         device=device,
         dtype=default_dtype(device) if config.dtype == "auto" else config.dtype,
         block_size=config.block_size,
-        max_model_len=wanted,
+        max_model_len=longest_sequence(config, files.spec),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         batch_invariant=config.batch_invariant and device == "cpu",

@@ -17,7 +17,8 @@ import httpx
 from pydantic import Field
 
 from cluster.config import ClusterConfig
-from cluster.errors import StartupFailed
+from cluster.driver.resolution import check_model
+from cluster.errors import InvalidConfig, StartupFailed
 from cluster.launch import ray_node, serving
 from cluster.launch.preflight import check_port, check_ray_choice
 from cluster.launch.processes import children_named, is_running, name_of
@@ -25,7 +26,6 @@ from cluster.launch.progress import Progress
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
 from cluster.launch.running import note_address
 from model_shards.errors import ModelError
-from model_shards.partition import partition_model
 from model_shards.sources import resolve_model
 from model_shards.weights.metadata import read_spec
 
@@ -227,7 +227,7 @@ class _Ending(threading.Thread):
 
 
 class _ModelSearch(threading.Thread):
-    """Finds or fetches the model while Ray starts, and looks whether it can be cut over that many ranks.
+    """Finds or fetches the model while Ray starts, and looks whether it can be served as it is asked for.
 
     A daemon: an abandoned download must not hold the exit back.
     """
@@ -242,9 +242,9 @@ class _ModelSearch(threading.Thread):
     def run(self) -> None:
         try:
             path = resolve_model(self._config.model, on_progress=self._on_progress)
-            partition_model(read_spec(path), self._config.tensor_parallel_size, self._config.shard_weights or ())
+            check_model(self._config, read_spec(path))
             self._path = path
-        except (ModelError, OSError) as error:  # raised again in the thread that waits
+        except (ModelError, InvalidConfig, OSError) as error:  # raised again in the thread that waits
             self._failure = error
 
     def raise_failure(self) -> None:

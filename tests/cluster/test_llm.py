@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from cluster.errors import ContextOverflow, InvalidConfig, InvalidRequest, StartupFailed
 from cluster.generation import FinishReason, SamplingParams
@@ -84,6 +85,11 @@ def test_the_models_own_vocabulary_counts(vocab_size: int, tmp_path: Path) -> No
 def test_mistakes_in_settings_and_files(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="max_model_len is 5000, but the model has 4096 positions"):
         LLM(str(model), device="cpu", max_model_len=5000)
+    with pytest.raises(InvalidConfig, match="max_model_len is 5000"):  # before Ray is started for two ranks
+        LLM(str(model), tp=2, device="cpu", max_model_len=5000)
+    with pytest.raises(StartupFailed, match="heads cannot be split over 90 ranks"):
+        LLM(str(model), tp=90, device="cpu")
+    assert not ray.is_initialized()
     with pytest.raises(StartupFailed, match="one sequence of max_model_len 4096 tokens needs 256 KV blocks"):
         LLM(str(model), device="cpu", max_model_len=4096, kv_cache_memory="10KiB")
     with pytest.raises(StartupFailed, match="no such file or folder"):

@@ -89,7 +89,13 @@ def application(counter_path: Path) -> Iterator[Served]:
     from cluster.application import DRIVER, build
 
     # Room for a second application beside this one.
-    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        object_store_memory=150 * 2**20,
+        log_to_driver=False,
+    )
     try:
         port = free_port()
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))

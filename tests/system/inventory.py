@@ -12,10 +12,11 @@ from pathlib import Path
 
 from tests.system.processes import descendants, shared_files
 
-_COMES_AND_GOES = ("IDLE",)  # workers that Ray keeps ready, as many as it likes
+_COMES_AND_GOES = ("IDLE", "SpareActor")  # workers that Ray keeps ready; the spare, started when all is quiet
 _KEEPS_FILES_OPEN = ("log_monitor.py",)  # Ray's: the logs of processes that have ended, up to 200
 _SPARE_DESCRIPTORS = 12  # connections of a process that Ray opens or closes as it likes
-_SPARE_PORTS = 2
+_SPARE_PORTS = 4
+_SPARE_ACTORS = 1  # the spare
 _MEMORY_SHARE = 0.25  # by which a kind may be larger afterwards,
 _MEMORY_MIB = 64  # and by this besides
 _LISTENING = "0A"
@@ -52,7 +53,8 @@ class Inventory:
                 memory[kind] += _anonymous_mib(pid)
         actors, groups = _ray_tables()
         ports = sum(f"socket:[{inode}]" in sockets for inode in _listening_inodes())
-        return cls(processes, descriptors, memory, ports, frozenset(shared_files()), actors, groups, free_blocks)
+        files = Counter(kind for name in shared_files() if (kind := _file_kind(name, tree)) is not None)
+        return cls(processes, descriptors, memory, ports, files, actors, groups, free_blocks)
 
     def leaks_since(self, before: "Inventory") -> list[str]:
         """What there is more of than before, in words; fewer free blocks, too."""
@@ -64,7 +66,7 @@ class Inventory:
         for kind, mib in self.memory_mib.items():
             if mib > before.memory_mib[kind] * (1 + _MEMORY_SHARE) + _MEMORY_MIB:
                 leaks.append(f"memory of {kind}: {before.memory_mib[kind]} -> {mib} MiB")
-        for name, spare in (("listening_ports", _SPARE_PORTS), ("actors", 0), ("placement_groups", 0)):
+        for name, spare in (("listening_ports", _SPARE_PORTS), ("actors", _SPARE_ACTORS), ("placement_groups", 0)):
             was, now = getattr(before, name), getattr(self, name)
             if now > was + spare:
                 leaks.append(f"{name}: {was} -> {now}")
@@ -90,7 +92,9 @@ def kind_of(title: str) -> str:
         match = re.match(r"ray::(\w+(?::[\w-]+)*)", title)
         return match[1] if match else title
     program, *arguments = title.split() or ["ended"]
-    scripts = [word for word in arguments if word.endswith(".py")] if "python" in program else []
+    scripts = (
+        [word for word in arguments if word.endswith(".py")] if Path(program).name.startswith("python") else []
+    )
     return Path((scripts or [program])[0]).name
 
 

@@ -1,13 +1,17 @@
 """The launcher as a user runs it: serves, ends on Ctrl-C, and leaves nothing, even when it is killed itself."""
 
+import contextlib
 import os
+import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +21,8 @@ import pytest
 
 from cluster.launch.processes import processes_writing
 from cluster.launch.run_folder import default_parent, reclaim_abandoned
-from tests.fakes.checkpoints import write_counter_model
+from tests.system.processes import descendants, kill, marked, shared_files, wait_until
+from tests.system.test_drain import begun
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -27,7 +32,7 @@ _DEADLINE_S = 180
 class Launcher:
     """`shardserve ARGUMENTS` in a process group of its own, as a terminal would have it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.lines: list[str] = []
         self._ready_or_over = threading.Event()
         self.process = subprocess.Popen(
@@ -36,7 +41,7 @@ class Launcher:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "RAY_ADDRESS": "", "COLUMNS": "200"},
+            env={**os.environ, "RAY_ADDRESS": "", "COLUMNS": "200", **environment},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -98,9 +103,9 @@ def _launched(*arguments: str) -> Iterator[Launcher]:
         reclaim_abandoned()
 
 
-@pytest.fixture(scope="module")
-def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_counter_model(tmp_path_factory.mktemp("counter")))
+@pytest.fixture
+def counter(counter_path: Path) -> str:
+    return str(counter_path)
 
 
 def _serve(model: str, port: int) -> tuple[str, ...]:
@@ -112,6 +117,10 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+def _ranks_below(pid: int) -> list[int]:
+    return [below for below, title in descendants(pid).items() if title.startswith("ray::WorkerActor")]
 
 
 def _run_folders() -> set[Path]:
@@ -148,7 +157,10 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str) -> None:
         assert _as_a_client(launcher.ray_address) == _as_a_client(None) == "bcd"
         folder = launcher.folder
         assert processes_writing(folder)
+        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=1500)
         launcher.interrupt()
+        launcher.wait_for("^ending: running streams may finish first")
+        stream.check()
         assert launcher.wait() == 0, launcher.output
     assert processes_writing(folder) == []
     assert not folder.exists()
@@ -166,12 +178,91 @@ def test_what_a_killed_launcher_leaves_is_reclaimed(counter: str) -> None:
     assert not folder.exists()
 
 
+def test_it_may_be_killed_any_number_of_times(counter: str, request: pytest.FixtureRequest) -> None:
+    """At any moment of its start, alone or with some of what it has started: the next start clears away."""
+    before, marker = shared_files(), uuid.uuid4().hex
+    chance = random.Random(request.config.getoption("--seed"))
+    for _ in range(request.config.getoption("--launcher-kills")):
+        launcher = Launcher(*_serve(counter, _free_port()), MARKER=marker)
+        time.sleep(chance.uniform(0.5, 9))
+        below = sorted(descendants(launcher.process.pid))
+        for pid in (launcher.process.pid, *chance.sample(below, min(len(below), chance.randint(0, 3)))):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        launcher.process.wait(_DEADLINE_S)
+    port = _free_port()
+    with _launched(*_serve(counter, port)) as launcher:
+        launcher.wait_ready()
+        assert marked(marker) == [], "it has ended what the others left"
+        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=20)
+        stream.check()
+        launcher.interrupt()
+        assert launcher.wait() == 0, launcher.output
+    wait_until(lambda: shared_files() <= before, "nothing is left")
+
+
 def test_a_start_that_fails_says_why_and_leaves_nothing(counter: str) -> None:
     before = _run_folders()
     too_little = ("--kv-cache-memory", "4KiB", "--max-model-len", "4096")
     with _launched(*_serve(counter, _free_port()), *too_little) as launcher:
         assert launcher.wait() == 1, launcher.output
     assert re.search(r"^error: one sequence of max_model_len 4096 tokens needs", launcher.output, re.MULTILINE)
+    assert "Traceback" not in launcher.output
+    assert _run_folders() == before
+
+
+@pytest.mark.parametrize("broken", ["nothing there", "no config.json", "not JSON", "no weights", "port taken"])
+def test_what_can_be_known_is_said_before_anything_starts(counter: str, tmp_path: Path, broken: str) -> None:
+    before = _run_folders()
+    model = tmp_path / "model"
+    shutil.copytree(counter, model)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = _free_port()
+        match broken:
+            case "nothing there":
+                model = tmp_path / "nowhere"
+                said, code = "nowhere", 2
+            case "no config.json":
+                (model / "config.json").unlink()
+                said, code = r"config\.json", 2
+            case "not JSON":
+                (model / "config.json").write_text("{")
+                said, code = r"config\.json", 2
+            case "no weights":
+                for file in model.glob("*.safetensors"):
+                    file.unlink()
+                said, code = "safetensors", 2
+            case _:
+                port = other.getsockname()[1]
+                said, code = rf"port {port} is in use by \w+ \(pid {os.getpid()}\).*--port \d+", 1
+        with _launched(*_serve(str(model), port)) as launcher:
+            assert launcher.wait() == code, launcher.output
+    assert re.search(rf"^error: .*{said}", launcher.output, re.MULTILINE), launcher.output
+    assert "Traceback" not in launcher.output
+    assert _run_folders() == before
+
+
+def test_a_rank_that_dies_while_it_starts_is_named(counter: str) -> None:
+    before = _run_folders()
+    with _launched(*_serve(counter, _free_port())) as launcher:
+        pid = launcher.process.pid
+        wait_until(lambda: bool(_ranks_below(pid)), "a rank has come", _DEADLINE_S)
+        kill(_ranks_below(pid)[0])
+        assert launcher.wait() == 1, launcher.output
+    assert re.search(r"^error: .*rank \d ", launcher.output, re.MULTILINE), launcher.output
+    assert "Traceback" not in launcher.output
+    assert _run_folders() == before
+
+
+def test_a_truncated_file_is_named(counter: str, tmp_path: Path) -> None:
+    before = _run_folders()
+    model = tmp_path / "model"
+    shutil.copytree(counter, model)
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-64])
+    with _launched(*_serve(str(model), _free_port())) as launcher:
+        assert launcher.wait() in (1, 2), launcher.output
+    assert re.search(rf"^error: .*{weights.name}", launcher.output, re.MULTILINE), launcher.output
     assert "Traceback" not in launcher.output
     assert _run_folders() == before
 

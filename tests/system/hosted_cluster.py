@@ -1,0 +1,125 @@
+"""A Ray cluster of several nodes with our application on it, in a process of its own that does as it is told.
+
+    python -m tests.system.hosted_cluster JSON
+
+Reads one command a line and answers each with `done`; ends everything when its standard input closes. Only here do
+tests touch Ray's own cluster for tests. Knows nodes and the GCS; knows nothing of requests.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.system.processes import descendants
+
+APPLICATION = "shardserve"
+_ANSWER_S = 150.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`nodes` are CPUs by node, the first of them the head; `settings` are those of `build`."""
+
+    port: int
+    nodes: list[int]
+    settings: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class HostedCluster:
+    """The process, as a test talks to it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int) -> None:
+        self._process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        self._wait_done()
+
+    def _wait_done(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line == "done\n":
+                return
+        raise AssertionError(f"the cluster ended with exit code {self._process.wait(_ANSWER_S)}")
+
+
+@contextmanager
+def hosted(wanted: Wanted) -> Iterator[HostedCluster]:
+    """Yields once the application runs."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.hosted_cluster", json.dumps(asdict(wanted)), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "RAY_ADDRESS": "", **wanted.environment},
+        )
+        below: dict[int, str] = {}
+        try:
+            cluster = HostedCluster(process, wanted.port)
+            cluster._wait_done()
+            yield cluster
+        finally:
+            below = descendants(process.pid)
+            with suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pid in below:  # what has lost its raylet or its GCS may wait for it
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def main(wanted: Wanted, folder: str) -> None:
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+    from ray.serve.config import HTTPOptions
+
+    from cluster.application import build
+
+    common: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
+    head, *others = wanted.nodes
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "num_cpus": head, "temp_dir": f"{folder}/r"})
+    first: Any = cluster.head_node  # Ray says it may be None
+    nodes = [first, *(cluster.add_node(num_cpus=cpus, **common) for cpus in others)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=wanted.port))
+    serve.run(build(wanted.settings), name=APPLICATION)
+    print_done()
+    for line in sys.stdin:
+        match line.split():
+            case ["lose", number]:  # as when its power fails: the raylet and everything below it
+                raylet = nodes[int(number)].all_processes["raylet"][0].process.pid
+                for pid in (raylet, *descendants(raylet)):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            case ["kill-gcs"]:
+                first.kill_gcs_server()
+            case ["start-gcs"]:
+                first.start_gcs_server()
+        print_done()
+
+
+def print_done() -> None:
+    sys.stdout.write("done\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Wanted(**json.loads(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,101 @@
+"""What becomes of the service when a node of the cluster, or Ray's own memory, is lost."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.conftest import counted, free_port
+from tests.system.hosted_cluster import HostedCluster, Wanted, hosted
+from tests.system.processes import wait_until
+from tests.system.test_drain import begun
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+OUTAGE_S = 30.0  # without a GCS
+
+
+def settings(path: Path, ranks: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(path),
+        "tensor_parallel_size": ranks,
+        "device": "cpu",
+        "kv_cache_memory": "16MiB",
+        "step_deadline_s": 6,
+        "drain_deadline_s": 0,
+        **more,
+    }
+
+
+def health(cluster: HostedCluster) -> httpx.Response | None:
+    try:
+        return httpx.get(f"{cluster.url}/health", timeout=5)
+    except httpx.HTTPError:
+        return None
+
+
+def is_healthy(cluster: HostedCluster) -> bool:
+    answer = health(cluster)
+    return answer is not None and answer.status_code == 200
+
+
+def answer_of(cluster: HostedCluster) -> str:
+    body = {"model": "counter", "prompt": "abc", "max_tokens": 8}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_a_group_whose_node_is_lost_comes_back_on_what_is_left(counter_path: Path) -> None:
+    """The head has no CPU, so the group is on one of the two others, and each can hold it."""
+    wanted = Wanted(free_port(), [0, 2, 2], settings(counter_path, 2))
+    with hosted(wanted) as cluster:
+        assert answer_of(cluster) == counted("c", 8)
+        cluster.tell("lose 1")
+        wait_until(lambda: is_healthy(cluster), "the group is back", 120)
+        assert answer_of(cluster) == counted("c", 8)
+
+
+@contextmanager
+def storage(kind: str, folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of a cluster whose GCS keeps its tables there."""
+    if kind == "none":
+        yield {}
+    elif kind == "rocksdb":
+        yield {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder)}
+    else:
+        if shutil.which("redis-server") is None:
+            pytest.skip("redis-server is not installed")
+        port = free_port()
+        server = subprocess.Popen(
+            ["redis-server", "--port", str(port), "--save", "", "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL
+        )
+        try:
+            yield {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
+        finally:
+            server.kill()
+            server.wait()
+
+
+@pytest.mark.parametrize("kind", ["redis", "rocksdb"])
+def test_streams_go_on_without_the_gcs_and_so_does_the_service_after_it(
+    kind: str, counter_path: Path, tmp_path: Path
+) -> None:
+    with storage(kind, tmp_path) as environment:
+        wanted = Wanted(free_port(), [2], settings(counter_path, 2), environment)
+        with hosted(wanted) as cluster:
+            streams = begun(cluster.url, 2)
+            cluster.tell("kill-gcs")
+            time.sleep(OUTAGE_S)
+            assert answer_of(cluster) == counted("c", 8)
+            cluster.tell("start-gcs")
+            for stream in streams:
+                stream.check()
+            assert answer_of(cluster) == counted("c", 8)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from cluster.bench.load import BenchPlan
@@ -14,7 +15,7 @@ def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
     server tells which share of their time its workers waited for its driver.
     """
     title = f"{model} at {plan.url}: {plan.input_len} tokens in, {plan.output_len} out; times in ms, median / p99"
-    result = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     result.add_column("load", no_wrap=True)
     for heading in ("done", "failed", "tok/s", "TTFT", "ITL", "TPOT"):
         result.add_column(heading, justify="right", no_wrap=True)
@@ -37,7 +38,11 @@ def table(model: str, plan: BenchPlan, levels: Sequence[LevelSummary]) -> Table:
 def _cell(spread: Spread) -> str:
     if spread.median is None or spread.p99 is None:
         return "-"
-    return f"{spread.median:.1f} / {spread.p99:.1f}"
+    return f"{_milliseconds(spread.median)} / {_milliseconds(spread.p99)}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _share(share: float | None) -> str:

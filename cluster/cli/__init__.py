@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its panels cut the names of options in a terminal of 80 columns
 )
 app.command()(serve)
 app.command()(generate)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from cluster.bench.load import BenchPlan
     from cluster.bench.summary import LevelSummary
 
+_DEFAULT_LEVELS = "1,8,32"
+
 
 def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, e.g. http://127.0.0.1:8000")],
@@ -21,8 +23,13 @@ def bench(
         typer.Option(help="Model to ask for (default: the first the server names).", show_default=False),
     ] = None,
     concurrency: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Closed loop: requests in flight, one level each.")
-    ] = "1,8,32",
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Closed loop: requests in flight, one level each (default: 1,8,32).",
+            show_default=False,
+        ),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(help="Open loop instead: requests per second, Poisson arrivals.", show_default=False),
@@ -52,11 +59,14 @@ def bench(
         import secrets
 
         from cluster.bench.load import BenchPlan
+        from cluster.errors import InvalidConfig
 
+        if rate is not None and concurrency is not None:
+            raise InvalidConfig("--concurrency is for a closed loop and --rate for an open one: give one of them")
         plan = BenchPlan(
             url=url,
             model=model,
-            concurrency=_levels(concurrency),
+            concurrency=_levels(concurrency or _DEFAULT_LEVELS),
             rate=rate,
             requests=requests,
             input_len=input_len,

@@ -79,11 +79,10 @@ class Answer(Response):
             for choice, delta in taken.items():
                 builders[self._owners[choice].request_id].add(delta)
         body = whole_answer(self._contents, [builder.completion() for builder in builders.values()])
-        return JSONResponse(body, headers={"x-request-id": self._identity.answer_id})
+        return JSONResponse(body)
 
     async def _send_events(self, feed: Feed, send: Send) -> None:
-        request_id = (b"x-request-id", self._identity.answer_id.encode())
-        start = {"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]}
+        start = {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
         try:
             await send(start)
             async with aclosing(self._events(feed)) as pieces:

@@ -42,6 +42,13 @@ def test_every_command_has_help(command: str) -> None:
     assert f"shardserve {command}" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "longest"), [("serve", "--max-num-batched-tokens"), ("generate", "--include-stop-str-in-output")]
+)
+def test_help_names_options_in_full_in_a_narrow_terminal(command: str, longest: str) -> None:
+    assert longest in _run(command, "--help", COLUMNS="80").stdout
+
+
 @pytest.mark.parametrize("how", ["version", "--version"])
 def test_version(how: str) -> None:
     result = _run(how)
@@ -73,6 +80,7 @@ def test_version(how: str) -> None:
         (["bench", "localhost:8000"], "error: URL must start with http:// or https://, not 'localhost:8000'"),
         (["bench", "http://x", "--concurrency", "1,two"], "error: --concurrency: whole numbers"),
         (["bench", "http://x", "--json", "/no/such/x.json"], "error: --json: there is no folder /no/such"),
+        (["bench", "http://x", "--rate", "2", "--concurrency", "4"], "error: --concurrency is for a closed loop"),
         (["bench", "http://x", "--rate", "0"], "error: rate must be above 0"),
         (["demo", "--port", "0"], "error: --port: input should be greater than or equal to 1, not 0"),
     ],

@@ -45,7 +45,7 @@ class ShardProof:
         return cls(add_up(shares))
 
     def check(self, reports: Iterable[LoadReport], ranks: AskedRanks, patience: Patience) -> None:
-        """Take in what ranks have loaded. Raises `StartupFailed`, naming tensor and rank, if it does not add up."""
+        """Take in what ranks have loaded. Raises `StartupFailed`, naming tensor and rank, if it is not right."""
         self._held |= {report.rank: report.holdings for report in reports}
         wrong = unproved(self._held.values(), self._file_sums)
         if not wrong:

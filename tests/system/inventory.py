@@ -53,7 +53,7 @@ class Inventory:
                 memory[kind] += _anonymous_mib(pid)
         actors, groups = _ray_tables()
         ports = sum(f"socket:[{inode}]" in sockets for inode in _listening_inodes())
-        files = Counter(kind for name in shared_files() if (kind := _file_kind(name, tree)) is not None)
+        files = Counter(of for name in shared_files() if (of := _file_kind(name, tree)) is not None)
         return cls(processes, descriptors, memory, ports, files, actors, groups, free_blocks)
 
     def leaks_since(self, before: "Inventory") -> list[str]:

@@ -36,9 +36,7 @@ class ShardedModel(Protocol):
     vocab_size: int  # of the whole model, without padding
     local_vocab_start: int  # first vocabulary id whose logits this rank computes
     local_vocab_size: int  # how many of them, without padding; ranks cover the vocabulary in rank order
-    has_static_shapes: (
-        bool  # what `forward` computes with follows from the number of tokens, not from their values
-    )
+    has_static_shapes: bool  # its computation follows from the number of tokens, not from their values
 
     def forward(
         self,

@@ -73,7 +73,11 @@ class SamplingParams:
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_range("seed", self.seed, 0, MAX_SEED)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}", "min_tokens"
+            )
         _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_range("n", self.n, 1, MAX_CHOICES)

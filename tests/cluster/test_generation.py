@@ -56,7 +56,7 @@ def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     SamplingParams(max_tokens=5, min_tokens=5)
-    with pytest.raises(InvalidRequest, match="min_tokens must be between 0 and 5, not 6"):
+    with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens \(5\), not 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
 
 

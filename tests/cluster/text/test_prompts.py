@@ -142,7 +142,7 @@ def test_bad_words_that_are_no_tokens_or_unknown_ones() -> None:
 
 
 def test_min_tokens_beyond_what_is_left() -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens must be between 0 and 6, not 7"):
+    with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens \(6\), not 7"):
         encoder().check("r", (1,) * 10, SamplingParams(min_tokens=7))
 
 

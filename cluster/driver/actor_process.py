@@ -39,34 +39,47 @@ class ActorProcess:
 
     def has_ended(self) -> bool:
         """Whether it is seen to have ended, which it cannot be on another node."""
-        return self.pidfd is not None and self._ends_within(0)
+        return self.pidfd is not None and self.ends_within(0)
 
-    def kill(self) -> None:
-        """Begin its end, whatever it is doing."""
+    def dismiss(self) -> None:
+        """Let Ray end it, which takes Ray a while."""
         with suppress(RayError):
             ray.kill(self.actor, no_restart=True)
+
+    def kill(self) -> None:
+        """End it now, whatever it is doing: Ray needs forever with a process that is stopped."""
         if self.pidfd is not None:
-            with suppress(ProcessLookupError):  # Ray needs a while, and forever with a process that is stopped
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def reap(self, within_s: float) -> None:
         """Wait for its end, where it can be seen, and forget it. Idempotent."""
         if self.pidfd is None:
             return
-        if not self._ends_within(within_s):
+        if not self.ends_within(within_s):
             logger.error("process %s is still alive %g s after SIGKILL", self.pid, _REAP_WAIT_S)
         os.close(self.pidfd)
         self.pidfd = None
 
-    def _ends_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long for its end; False, at once, where it cannot be seen."""
+        if self.pidfd is None:
+            return False
         poll = select.poll()
-        poll.register(self.pidfd or -1, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
 
-def end_all(processes: Sequence[ActorProcess]) -> None:
-    """Kill all of them, then wait until they are gone."""
+def end_all(processes: Sequence[ActorProcess], *, grace_s: float = 0.0) -> None:
+    """Kill all of them, then wait until they are gone.
+
+    Without grace, Ray may find them dead before it has ended them, and tells the user of crashed workers.
+    """
     for process in processes:
+        process.dismiss()
+    grace_ends = time.monotonic() + grace_s
+    for process in processes:
+        process.ends_within(max(0.0, grace_ends - time.monotonic()))
         process.kill()
     deadline = time.monotonic() + _REAP_WAIT_S
     for process in processes:

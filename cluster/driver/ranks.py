@@ -27,6 +27,7 @@ _LEAVE_WAIT_S = 2.0  # for a rank to leave its loop once it is told
 _LOOK_S = 0.1  # between looks at who has died, while answers are awaited
 _LAST_LINES = 5
 _RAY_SAYS = re.compile(r"Worker exit detail: (.*?)(?: There are some|$)", re.MULTILINE)  # of one on another node
+_GRACE_S = 1.0  # for Ray to end ranks that nobody waits for
 _RUN = "WorkerActor.run"  # what `ps` shows of a rank, also of one that was a spare
 
 
@@ -220,7 +221,7 @@ class Ranks:
     def end(self) -> None:
         """Kill every process, whatever it is doing; also one that is stopped and does not hear Ray."""
         members, self._members = self._members, []
-        end_all([member.process for member in members])
+        end_all([member.process for member in members], grace_s=_GRACE_S)
 
     def _spawn(self, seat: Seat) -> Rank:
         worker_actor: Any = WorkerActor  # what `ray.remote` makes of the class, Ray does not annotate

@@ -88,7 +88,10 @@ def start_ray(folder: Path, *, ranks: int) -> str:
         try:
             return _start_once(folder, ranks)
         except Exception as second:
-            raise StartupFailed(f"Ray does not start: {telling_line(second)}") from second
+            raise StartupFailed(
+                f"Ray does not start, tried twice: {telling_line(second)}; each of its processes has 30 s to come "
+                f"up, which a busy machine exceeds: try again when less runs here"
+            ) from second
 
 
 def _start_once(folder: Path, ranks: int) -> str:

@@ -34,7 +34,7 @@ RANKS = 2
 _BACK_S = 90.0  # for a token to be made again
 _SETTLED_S = 30.0  # for everything to be given back
 _AFTERMATH_S = 4.0  # after health is back: an error may still be on its way, and a lease runs out
-_PAUSE_S = 1.0  # shorter than any lease
+_PAUSE_S = 4.0  # much longer than a heartbeat may be late, and shorter than any lease
 _LOOK_S = 0.5  # between looks at the counters
 _MOST_SHOWN = 20
 

@@ -88,7 +88,9 @@ def test_a_start_that_fails_once_is_tried_again_in_an_empty_session(
 
 def test_a_start_that_fails_twice_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_node, "_start_once", _FailingStart(2))
-    with pytest.raises(StartupFailed, match=r"^Ray does not start, tried twice: try 2 took too long; .* when less runs here$"):
+    with pytest.raises(
+        StartupFailed, match=r"^Ray does not start, tried twice: try 2 took too long; .* when less runs here$"
+    ):
         start_ray(tmp_path, ranks=1)
 
 

@@ -172,7 +172,7 @@ def measure_parts(num_sequences: int, steps: int, depth: int, tokenizer: Tokeniz
             with ingress.part("detokenize"):
                 for delta in received.deltas:
                     texts[delta.request_id].push(delta)
-    return driver.medians(), ingress.medians(), len(codec.encode(plan))
+    return driver.medians(), ingress.medians(), len(codec.encode(sent))
 
 
 def measure_loop(num_sequences: int, steps: int, depth: int) -> float:

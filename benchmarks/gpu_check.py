@@ -26,7 +26,7 @@ from workers.attention.select import DeviceAttention, select_device_attention
 from workers.config import Device, Dtype
 from workers.graphs import Capturer, CudaCapturer, NoCapturer
 from workers.kv_cache import KvCache
-from workers.torch_groups import TorchRendezvous, join_torch_group
+from workers.torch_groups import Kind, TorchRendezvous, join_torch_group
 
 BUDGET_S = 360.0
 GROUP_DEADLINE_S = 60.0
@@ -68,7 +68,7 @@ class Target:
             torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadShape:
     """What a cache asks of a model."""
 
@@ -208,7 +208,7 @@ def step_over(cache: KvCache, contexts: Sequence[int], counts: Sequence[int], wi
 
 def check_collectives(target: Target) -> None:
     """NCCL with one rank: the three collectives, and one of them captured and replayed."""
-    kind = "nccl" if target.on_gpu else "gloo"
+    kind: Kind = "nccl" if target.on_gpu else "gloo"
     rendezvous = TorchRendezvous(kind, "127.0.0.1", 1, GROUP_DEADLINE_S)
     place = rendezvous.address.partition(":")[2]
     started = time.perf_counter()

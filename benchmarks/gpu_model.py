@@ -22,6 +22,7 @@ from model_shards.partition import Span
 from model_shards.registry import Model, build_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.loader import fill
+from model_shards.weights.names import StoredTensor
 from workers.attention.select import DeviceAttention
 from workers.batch import Batch, BatchPacker
 from workers.config import Device, Dtype, WorkerConfig
@@ -153,6 +154,9 @@ class RandomCheckpoint:
 
     def file_of(self, tensor: str) -> Path:
         return Path("random numbers")
+
+    def place_of(self, tensor: str) -> StoredTensor:
+        return StoredTensor(tensor)
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         return self._shapes[tensor]

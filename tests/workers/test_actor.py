@@ -27,7 +27,13 @@ def test_the_class_can_be_had_without_torch() -> None:
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    ray.init(
+        address="local",  # whatever Ray another test has left behind
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+    )
     yield
     ray.shutdown()
 

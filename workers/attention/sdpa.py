@@ -234,36 +234,28 @@ class StepAttention:
             self._plans[window] = self._attention.plan(self._metadata, window)
         plan = self._plans[window]
         self._cache.write(layer, self._slots, key, value)
-        if len(plan.decode_calls) == 1 and not plan.prompts:
-            return self._attend_decodes_at_once(layer, plan.decode_calls[0], query)
-        out = torch.empty_like(query)
+        parts = []
         if plan.decode_calls:
-            self._attend_decodes(layer, plan.decode_calls, query[: self._num_decodes], out[: self._num_decodes])
+            parts.append(self._attend_decodes(layer, plan.decode_calls, query[: self._num_decodes]))
         for prompt in plan.prompts:
-            tokens = slice(prompt.query.first, prompt.query.first + prompt.query.count)
-            self._attend_prompt(layer, prompt, query[tokens], out[tokens])
-        return out
+            first, count = prompt.query.first, prompt.query.count
+            parts.append(self._attend_prompt(layer, prompt, query[first : first + count]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_decodes_at_once(self, layer: int, call: _DecodeCall, query: Tensor) -> Tensor:
-        """What `_attend_decodes` comes to for a step that is one call: the same bits, with fewer copies."""
-        result, _ = self._kernel(layer, self._fold(query), call.chunks, call.mask)
-        return result[:, :, : self._attention.group_size].reshape(query.shape).to(query.dtype)
-
-    def _attend_decodes(self, layer: int, calls: Sequence[_DecodeCall], query: Tensor, out: Tensor) -> None:
-        heads, group_size = self._cache.num_heads, self._attention.group_size
+    def _attend_decodes(self, layer: int, calls: Sequence[_DecodeCall], query: Tensor) -> Tensor:
         folded = self._fold(query)
-        several_chunks = calls[0].chunk < calls[-1].chunk
-        total = _Joined(folded.shape) if several_chunks else None
-        for call in calls:
-            result, weight = self._kernel(layer, folded[call.start : call.stop], call.chunks, call.mask)
-            if total is None:
-                out[call.start : call.stop].view(-1, heads, group_size, self._cache.head_dim).copy_(
-                    result[:, :, :group_size]
-                )
-            else:
-                total.add(slice(call.start, call.stop), slice(None), result, weight, first=call.is_first)
-        if total is not None:
-            out.view(-1, heads, group_size, self._cache.head_dim).copy_(total.result()[:, :, :group_size])
+        if calls[0].chunk == calls[-1].chunk:
+            results = [
+                self._kernel(layer, folded[call.start : call.stop], call.chunks, call.mask)[0] for call in calls
+            ]
+            result = results[0] if len(results) == 1 else torch.cat(results)
+        else:
+            total = _Joined(folded.shape)
+            for call in calls:
+                part = self._kernel(layer, folded[call.start : call.stop], call.chunks, call.mask)
+                total.add(slice(call.start, call.stop), slice(None), *part, first=call.is_first)
+            result = total.result()
+        return result[:, :, : self._attention.group_size].reshape(query.shape).to(query.dtype)
 
     def _folded_queries(self, num_decodes: int) -> Tensor:
         """[decodes, KV heads, group padded to a multiple of ROW_MULTIPLE, head_dim]: zeros, for `_fold`."""
@@ -278,7 +270,7 @@ class StepAttention:
         self._folded[:, :, :group_size].copy_(by_group)
         return self._folded
 
-    def _attend_prompt(self, layer: int, prompt: _Prompt, query: Tensor, out: Tensor) -> None:
+    def _attend_prompt(self, layer: int, prompt: _Prompt, query: Tensor) -> Tensor:
         heads, group_size, head_dim = self._cache.num_heads, self._attention.group_size, self._cache.head_dim
         num_rows = prompt.query.count * group_size
         # One more multiple of padding than needed here: a later chunk starts at any row and is padded from there.
@@ -296,7 +288,7 @@ class StepAttention:
                 total.add(slice(None), rows, result[:, :, seen], weight[:, :, seen], first=call.is_first)
         joined = result if total is None else total.result()
         by_token = joined[0, :, :num_rows].view(heads, -1, group_size, head_dim).transpose(0, 1)
-        out.view(-1, heads, group_size, head_dim).copy_(by_token)
+        return by_token.reshape(query.shape).to(query.dtype)
 
     def _kernel(self, layer: int, query: Tensor, chunks: _Chunks, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over one chunk, and the log-sum-exp of its scores: its weight among the chunks."""

@@ -61,7 +61,7 @@ class DriverReplica(Driver):
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr("driver")
         super().__init__(config, _group_starter())
-        self._lifeline = LifelineServer(self.heartbeat, self.abort, self.line_lost)
+        self._lifeline = LifelineServer(self)
         try:
             lifeline = await self._lifeline.open(_own_address())
         except OSError as error:

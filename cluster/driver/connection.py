@@ -163,7 +163,7 @@ class DriverConnection:
         inbox = self._inboxes.get(request_id)
         if inbox is not None and choice in inbox.open_choices:
             inbox.finish(choice)
-            self._spawn(self._abort(request_id, choice))
+            self._spawn(self._finish(request_id, choice))
 
     async def _abort_after(self, submission: "asyncio.Future[None]", request_id: str) -> None:
         """A request that is still on its way could otherwise overtake its own abort."""
@@ -171,9 +171,9 @@ class DriverConnection:
             await submission
             await self._driver.abort(request_id)
 
-    async def _abort(self, request_id: str, choice: int) -> None:
-        with suppress(ShardserveError):  # a driver that is gone needs no abort
-            await self._driver.abort(request_id, choice)
+    async def _finish(self, request_id: str, choice: int) -> None:
+        with suppress(ShardserveError):  # a driver that is gone need not know
+            await self._driver.finish_choice(request_id, choice)
 
     async def _keep_subscribed(self) -> None:
         backoff_s = _FIRST_BACKOFF_S

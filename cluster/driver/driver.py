@@ -88,13 +88,15 @@ class Driver:
             self._subscriptions.disown(request.request_id)
             raise
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Of a request whose client has gone; or of one choice, whose text has met a stop string."""
+    async def abort(self, request_id: str) -> None:
+        """Of a request whose client has gone."""
+        self._subscriptions.disown(request_id)
+        self._engine.abort(request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        """Of a choice whose text has met a stop string."""
         self._subscriptions.disown(request_id, choice)
-        if choice is None:
-            self._engine.abort(request_id)
-        else:
-            self._engine.finish_choice(request_id, choice)
+        self._engine.finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         """Renew the lease; the answer says whether there was one, and how the driver is."""

@@ -35,7 +35,9 @@ class DriverHandle(Protocol):
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None: ...
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None: ...
+    async def abort(self, request_id: str) -> None: ...
+
+    async def finish_choice(self, request_id: str, choice: int) -> None: ...
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus: ...
 
@@ -115,8 +117,11 @@ class AddressedDriver:
         if refusal is not None:
             raise refusal
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
-        await self._lifeline.abort(request_id, choice)
+    async def abort(self, request_id: str) -> None:
+        await self._lifeline.abort(request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        await self._lifeline.finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         return await self._lifeline.heartbeat(subscriber_id)

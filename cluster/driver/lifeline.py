@@ -1,8 +1,8 @@
-"""A line of their own between an ingress and a driver: heartbeats, and the end of requests.
+"""A line of their own between an ingress and a driver: heartbeats, and the end of requests and choices.
 
 Serve sends no call to a replica that drains, and a driver that drains still needs its leases renewed and its
 aborts. One JSON array a line, answered in order, over TCP; the driver's secret reaches the ingress through Serve.
-Knows the two calls; knows nothing of Serve, leases or tokens.
+Knows the calls; knows nothing of Serve, leases or tokens.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.driver.status import DriverStatus, LifelineAddress
 from cluster.errors import Unavailable
@@ -21,23 +20,32 @@ logger = logging.getLogger(__name__)
 
 _BEAT = "beat"
 _ABORT = "abort"
+_FINISH = "finish"
 _ANSWER_S = 5.0  # for a line to be opened, and for each answer
 
-Heartbeat = Callable[[str], Awaitable[DriverStatus]]
-Abort = Callable[[str, int | None], Awaitable[None]]
-Lost = Callable[[str], None]
+
+class CalledDriver(Protocol):
+    """What of a driver is called over a line."""
+
+    async def heartbeat(self, subscriber_id: str) -> DriverStatus: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def finish_choice(self, request_id: str, choice: int) -> None: ...
+
+    def line_lost(self, subscriber_id: str) -> None:
+        """The line over which this one beat has ended."""
+        ...
 
 
 class LifelineServer:
     """The driver's end, on its event loop. `close()` ends every line; it is idempotent.
 
-    `lost` is called with the name of whoever beat over a line that has ended: within milliseconds of its death.
+    The end of a line is seen within milliseconds of the death of whoever is at the other end.
     """
 
-    def __init__(self, heartbeat: Heartbeat, abort: Abort, lost: Lost) -> None:
-        self._heartbeat = heartbeat
-        self._abort = abort
-        self._lost = lost
+    def __init__(self, driver: CalledDriver) -> None:
+        self._driver = driver
         self._token = secrets.token_urlsafe(32)
         self._server: asyncio.Server | None = None
         self._lines: set[asyncio.Task[None]] = set()
@@ -86,16 +94,19 @@ class LifelineServer:
                 await writer.drain()
         finally:
             for name in beating:
-                self._lost(name)
+                self._driver.line_lost(name)
 
-    async def _answer(self, call: str, name: str, choice: int | None = None) -> list[Any]:
+    async def _answer(self, call: str, name: str, *rest: int) -> list[Any]:
         if call == _BEAT:
-            status = await self._heartbeat(name)
+            status = await self._driver.heartbeat(name)
             return [status.lease, status.running, status.waiting, status.unavailable_because]
         if call == _ABORT:
-            await self._abort(name, choice)
-            return []
-        raise ValueError(f"no such call: {call}")
+            await self._driver.abort(name)
+        elif call == _FINISH:
+            await self._driver.finish_choice(name, *rest)
+        else:
+            raise ValueError(f"no such call: {call}")
+        return []
 
 
 class Lifeline:
@@ -112,9 +123,13 @@ class Lifeline:
         lease, running, waiting, unavailable_because = await self._call(_BEAT, subscriber_id)
         return DriverStatus(lease, running, waiting, unavailable_because)
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
+    async def abort(self, request_id: str) -> None:
         """Raises `Unavailable`, as above."""
-        await self._call(_ABORT, request_id, choice)
+        await self._call(_ABORT, request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        """Raises `Unavailable`, as above."""
+        await self._call(_FINISH, request_id, choice)
 
     async def close(self) -> None:
         """Idempotent."""

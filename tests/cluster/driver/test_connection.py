@@ -27,7 +27,8 @@ class Switchboard:
         self.deaf = False  # heartbeats get no answer
         self.mute = False  # messages do not arrive
         self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
-        self.aborts: list[tuple[str, int | None]] = []
+        self.aborts: list[str] = []
+        self.finishes: list[tuple[str, int]] = []
         self.contexts: dict[str, str | None] = {}
 
     def lose(self) -> None:
@@ -60,10 +61,14 @@ class Switchboard:
         if self.answer is not None:
             await self.answer
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
+    async def abort(self, request_id: str) -> None:
         self.contexts["abort"] = SERVE_REQUEST.get()
-        self.aborts.append((request_id, choice))
-        await self._here().abort(request_id, choice)
+        self.aborts.append(request_id)
+        await self._here().abort(request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        self.finishes.append((request_id, choice))
+        await self._here().finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         if self.deaf:
@@ -171,7 +176,7 @@ async def test_a_cancellation_that_comes_with_the_drivers_answer_is_not_lost(con
 
     await asyncio.wait((reader,), timeout=0.2)
     assert reader.cancelled()
-    await eventually(lambda: ("left", None) in switchboard.aborts)
+    await eventually(lambda: "left" in switchboard.aborts)
 
 
 async def test_the_drivers_calls_do_not_belong_to_the_request(connect: Connect) -> None:
@@ -192,7 +197,7 @@ async def test_finishing_one_choice_leaves_the_others(connect: Connect) -> None:
 
     async for delta in connection.stream(count_from(1, 60, "two", n=2)):
         seen[delta.choice] += delta.token_ids
-        if len(seen[0]) == 5 and ("two", 0) not in switchboard.aborts:
+        if len(seen[0]) == 5 and ("two", 0) not in switchboard.finishes:
             await connection.finish_choice("two", 0)
 
     assert seen[1] == list(range(2, 62))

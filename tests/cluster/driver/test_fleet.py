@@ -53,8 +53,11 @@ class Reached:
         self.num_submitted += 1
         await self.driver.submit(subscriber_id, request)
 
-    async def abort(self, request_id: str, choice: int | None = None) -> None:
-        await self.driver.abort(request_id, choice)
+    async def abort(self, request_id: str) -> None:
+        await self.driver.abort(request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        await self.driver.finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         return await self.driver.heartbeat(subscriber_id)

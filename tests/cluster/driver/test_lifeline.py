@@ -16,7 +16,8 @@ STATUS = DriverStatus(lease=True, running=3, waiting=4, unavailable_because="rec
 
 class Driver:
     def __init__(self) -> None:
-        self.aborted: list[tuple[str, int | None]] = []
+        self.aborted: list[str] = []
+        self.finished: list[tuple[str, int]] = []
         self.beats: list[str] = []
         self.lost: list[str] = []
         self.hangs = False
@@ -27,8 +28,14 @@ class Driver:
             await asyncio.sleep(60)
         return STATUS
 
-    async def abort(self, request_id: str, choice: int | None) -> None:
-        self.aborted.append((request_id, choice))
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def finish_choice(self, request_id: str, choice: int) -> None:
+        self.finished.append((request_id, choice))
+
+    def line_lost(self, subscriber_id: str) -> None:
+        self.lost.append(subscriber_id)
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 async def server(driver: Driver) -> AsyncIterator[LifelineServer]:
-    server = LifelineServer(driver.heartbeat, driver.abort, driver.lost.append)
+    server = LifelineServer(driver)
     yield server
     await server.close()
 
@@ -56,11 +63,12 @@ async def line(address: LifelineAddress) -> AsyncIterator[Lifeline]:
 
 
 async def test_calls_and_answers(driver: Driver, line: Lifeline) -> None:
-    calls = [line.heartbeat("me"), line.abort("one"), line.heartbeat("me"), line.abort("two", 3)]
+    calls = [line.heartbeat("me"), line.abort("one"), line.heartbeat("me"), line.finish_choice("two", 3)]
     answers = await asyncio.gather(*calls)
     assert [answers[0], answers[2]] == [STATUS, STATUS]
     assert driver.beats == ["me", "me"]
-    assert driver.aborted == [("one", None), ("two", 3)]
+    assert driver.aborted == ["one"]
+    assert driver.finished == [("two", 3)]
 
 
 async def test_a_line_without_the_secret_is_not_served(driver: Driver, address: LifelineAddress) -> None:
@@ -122,7 +130,7 @@ async def test_a_call_given_up_does_not_leave_its_answer_to_the_next(driver: Dri
     driver.hangs = False
     await line.abort("one")
     assert await line.heartbeat("me") == STATUS
-    assert driver.aborted == [("one", None)]
+    assert driver.aborted == ["one"]
 
 
 @pytest.mark.parametrize("nonsense", [b"\n", b"{}\n", b'["no such call","x"]\n', b"[1,2,3,4,5]\n"])

@@ -10,7 +10,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, assert_never
 
@@ -81,7 +81,7 @@ class DriverConnection:
         self._driver = driver
         self._look_s = HEARTBEAT_S / _LOOKS_PER_HEARTBEAT
         self._silence = Silence(clock, limit_s=LEASE_S, look_s=self._look_s)
-        self._subscriber_id = uuid.uuid4().hex
+        self._subscriber_id = ""
         self._lease_id: str | None = None  # None: no driver at the moment
         self._was_connected = False
         self._inboxes: dict[str, _Inbox] = {}
@@ -163,17 +163,22 @@ class DriverConnection:
         inbox = self._inboxes.get(request_id)
         if inbox is not None and choice in inbox.open_choices:
             inbox.finish(choice)
-            self._spawn(self._finish(request_id, choice))
+            self._spawn(self._tell(lambda: self._driver.finish_choice(request_id, choice)))
 
     async def _abort_after(self, submission: "asyncio.Future[None]", request_id: str) -> None:
         """A request that is still on its way could otherwise overtake its own abort."""
         with suppress(ShardserveError):
             await submission
-            await self._driver.abort(request_id)
+            await self._tell(lambda: self._driver.abort(request_id))
 
-    async def _finish(self, request_id: str, choice: int) -> None:
-        with suppress(ShardserveError):  # a driver that is gone need not know
-            await self._driver.finish_choice(request_id, choice)
+    async def _tell(self, call: Callable[[], Awaitable[None]]) -> None:
+        """A driver that is slow must hear of every end; what one that is gone had of ours ends with the lease."""
+        lease_id = self._lease_id
+        while lease_id is not None and lease_id == self._lease_id:
+            with suppress(ShardserveError):
+                await call()
+                return
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _keep_subscribed(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -188,6 +193,8 @@ class DriverConnection:
 
     async def _read_while_leased(self) -> None:
         self._lease_lost.clear()
+        if self._lease_id is None:  # what the driver may still have of ours has failed here: that lease is to end
+            self._subscriber_id = uuid.uuid4().hex
         reader = asyncio.create_task(self._read())
         loss = asyncio.create_task(self._lease_lost.wait())
         try:

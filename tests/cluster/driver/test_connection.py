@@ -26,6 +26,7 @@ class Switchboard:
         self.lost = asyncio.Event()
         self.deaf = False  # heartbeats get no answer
         self.mute = False  # messages do not arrive
+        self.slow_calls = 0  # so many calls to end something get no answer
         self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
         self.aborts: list[str] = []
         self.finishes: list[tuple[str, int]] = []
@@ -64,16 +65,23 @@ class Switchboard:
     async def abort(self, request_id: str) -> None:
         self.contexts["abort"] = SERVE_REQUEST.get()
         self.aborts.append(request_id)
+        self._answer_late()
         await self._here().abort(request_id)
 
     async def finish_choice(self, request_id: str, choice: int) -> None:
         self.finishes.append((request_id, choice))
+        self._answer_late()
         await self._here().finish_choice(request_id, choice)
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         if self.deaf:
             await asyncio.sleep(60)
         return await self._here().heartbeat(subscriber_id)
+
+    def _answer_late(self) -> None:
+        if self.slow_calls:
+            self.slow_calls -= 1
+            raise Unavailable("the driver did not answer within 5 s")
 
     def _here(self) -> Driver:
         if self.driver is None:
@@ -313,6 +321,42 @@ async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Conne
     switchboard.deaf = switchboard.mute = False
     await connection.wait_connected(10)
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_what_failed_with_a_silent_driver_does_not_run_on_there(connect: Connect) -> None:
+    connection, switchboard = await connect(step_time_s=0.01)
+    assert switchboard.driver is not None
+    engine = switchboard.driver._engine
+    switchboard.driver._subscriptions._lease_s = 0.5
+    stream = connection.stream(count_from(1, 480))
+    await anext(stream)
+    switchboard.deaf = switchboard.mute = True
+    with pytest.raises(Unavailable, match="has said nothing for"):
+        await tokens(stream)
+
+    switchboard.deaf = switchboard.mute = False
+    await connection.wait_connected(10)
+
+    await eventually(lambda: engine.stats().running == 0)
+    assert engine.stats().finished[FinishReason.ABORT] == 1
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_slow_driver_hears_of_every_end_in_the_end(connect: Connect) -> None:
+    connection, switchboard = await connect(step_time_s=0.01)
+    assert switchboard.driver is not None
+    engine = switchboard.driver._engine
+    left, stopped = connection.stream(count_from(1, 480, "left")), connection.stream(count_from(1, 480, "stopped"))
+    await asyncio.gather(anext(left), anext(stopped))
+    switchboard.slow_calls = 3
+
+    await left.aclose()
+    await connection.finish_choice("stopped", 0)
+
+    await eventually(lambda: engine.stats().running == 0)
+    finished = engine.stats().finished
+    assert (finished[FinishReason.ABORT], finished[FinishReason.STOP]) == (1, 1)
 
 
 @pytest.mark.usefixtures("quick_lease")

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 
 from cluster.config import ClusterConfig
@@ -231,7 +232,10 @@ def _placement_explainer() -> Callable[[], str | None]:
     unplaced = UnplacedDrivers(serve.get_replica_context().app_name)
 
     def explain() -> str | None:
-        unplaced.look()
+        try:
+            unplaced.look()
+        except (RayError, RuntimeError, OSError):  # Ray's own records cannot be read now
+            return None
         return None if unplaced.demand is None else f"no place for it yet: {unplaced.demand}"
 
     return explain

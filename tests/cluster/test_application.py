@@ -1,13 +1,18 @@
 """What `build` deploys. Without Ray."""
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray import serve
+from ray.exceptions import RaySystemError
 
-from cluster.application import DRIVER, INGRESS, build
+from cluster.application import DRIVER, INGRESS, _placement_explainer, build
 from cluster.config import ClusterConfig
 from cluster.errors import InvalidConfig
+from cluster.launch.unplaced import UnplacedDrivers
 
 SETTINGS = {"model": "somewhere", "device": "cpu", "tensor_parallel_size": "2", "drain_deadline_s": 30}
 
@@ -45,3 +50,13 @@ def test_mistakes_are_all_named() -> None:
 
 def test_serve_sees_a_builder_of_one_parameter() -> None:
     assert len(inspect.signature(build).parameters) == 1
+
+
+def test_why_there_is_no_driver_is_not_known_while_ray_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RaySystemError("the GCS is away")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="shardserve"))
+    monkeypatch.setattr(UnplacedDrivers, "look", fail)
+    assert _placement_explainer()() is None

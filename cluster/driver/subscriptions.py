@@ -51,10 +51,6 @@ class Subscriptions:
     def num_requests(self) -> int:
         return len(self._owners)
 
-    @property
-    def num_subscribers(self) -> int:
-        return len(self._outboxes)
-
     async def stream(self, subscriber_id: str) -> AsyncIterator[DriverMessage]:
         """Everything for this subscriber until it is idle, is superseded or all is closed."""
         outbox = self._outboxes.setdefault(subscriber_id, _Outbox(0.0))

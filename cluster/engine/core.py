@@ -42,10 +42,6 @@ class EngineCore:
     def idle(self) -> bool:
         return not self.scheduler.has_work
 
-    @property
-    def num_waiting_requests(self) -> int:
-        return len(self._not_started)
-
     def __contains__(self, request_id: str) -> bool:
         """Whether a choice of this request still lives."""
         return request_id in self._requests

@@ -44,12 +44,6 @@ class EngineStats:
     step_seconds: HistogramSnapshot = field(default_factory=lambda: Histogram(_STEP_S).snapshot())
     busy: StepTimings = field(default_factory=StepTimings)  # summed over steps that followed another at once
 
-    @property
-    def worker_wait_share(self) -> float:
-        """The share of the ranks' wall time in which they waited for the driver; 0 when nothing ran."""
-        total = self.busy.wait + _computing(self.busy)
-        return self.busy.wait / total if total else 0.0
-
 
 class Counters:
     """Everything that only grows."""

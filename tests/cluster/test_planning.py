@@ -7,7 +7,7 @@ from cluster.driver.sizing import CPU_LIMIT
 from cluster.errors import InvalidConfig
 from cluster.planning import GPU_MEMORY, ServingPlan, plan_serving, planned_device
 from model_shards.roofline import CPU
-from tests.model_shards.test_partition import SMOLLM2
+from tests.fakes.specs import SMOLLM2
 
 GIB = 2**30
 

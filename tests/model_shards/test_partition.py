@@ -19,22 +19,7 @@ from model_shards.partition import (
     cut_heads,
     partition_model,
 )
-from model_shards.spec import ModelSpec
-
-SMOLLM2 = ModelSpec(
-    architecture="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    num_layers=30,
-    num_query_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-    max_positions=8192,
-    norm_epsilon=1e-5,
-    rope_theta=1e5,
-    tied_embeddings=True,
-)
+from tests.fakes.specs import SMOLLM2
 
 
 def sizes(spans: tuple[Span, ...]) -> list[int]:

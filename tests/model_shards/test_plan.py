@@ -14,8 +14,8 @@ from model_shards.registry import Model
 from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
 from tests.fakes.checkpoints import write_tiny_model
+from tests.fakes.specs import SMOLLM2
 from tests.fakes.thread_group import run_ranks
-from tests.model_shards.test_partition import SMOLLM2
 from workers.kv_cache import KvCache
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,9 +7,9 @@ import pytest
 from model_shards.plan import plan_model
 from model_shards.roofline import Ceilings, Step, StepCost, step_cost, step_seconds
 from model_shards.spec import ModelSpec
+from tests.fakes.specs import tiny_spec
 
-SPEC = ModelSpec(
-    architecture="llama",
+SPEC = tiny_spec(
     vocab_size=100,
     hidden_size=8,
     num_layers=2,
@@ -17,9 +17,6 @@ SPEC = ModelSpec(
     num_kv_heads=2,
     head_dim=2,
     intermediate_size=10,
-    max_positions=64,
-    norm_epsilon=1e-5,
-    rope_theta=1e4,
     tied_embeddings=True,
 )
 # A layer: query and output 8 x 8, key and value 4 x 8, three FFN matrices 10 x 8, two norms of 8.

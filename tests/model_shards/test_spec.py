@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from model_shards.errors import UnsupportedModel
-from tests.model_shards.test_partition import SMOLLM2
+from tests.fakes.specs import SMOLLM2
 
 
 def test_query_heads_must_divide_over_kv_heads() -> None:

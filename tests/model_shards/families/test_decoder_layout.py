@@ -12,22 +12,15 @@ from model_shards.families.decoder import Decoder
 from model_shards.families.decoder_layout import decoder_layout
 from model_shards.layers.placement import Placement
 from model_shards.partition import Partition, partition_model
-from model_shards.spec import ModelSpec
+from tests.fakes.specs import tiny_spec
 from tests.fakes.thread_group import ThreadGroup
 
-EVERYTHING = ModelSpec(
-    architecture="llama",
+EVERYTHING = tiny_spec(
     vocab_size=1003,
     hidden_size=96,
     num_layers=2,
-    num_query_heads=9,
-    num_kv_heads=3,
     head_dim=16,
     intermediate_size=160,
-    max_positions=64,
-    norm_epsilon=1e-5,
-    rope_theta=1e4,
-    tied_embeddings=False,
     qkv_bias=True,
     output_bias=True,
     mlp_bias=True,

@@ -14,12 +14,12 @@ from model_shards.errors import CheckpointError, PartitionError
 from model_shards.layers.placement import Placement
 from model_shards.partition import Span
 from model_shards.registry import Model, build_model
-from model_shards.spec import ModelSpec
 from model_shards.weights import loader
 from model_shards.weights.loader import fill, load_model, open_checkpoint
 from model_shards.weights.names import StoredTensor
 from tests.fakes.checkpoints import tiny_weights, write_tiny_llama
 from tests.fakes.gguf_files import write_gguf
+from tests.fakes.specs import tiny_spec
 from tests.fakes.thread_group import ThreadGroup
 
 CPU = torch.device("cpu")
@@ -53,20 +53,7 @@ class RecordingCheckpoint:
     def close(self) -> None: ...
 
 
-SPEC = ModelSpec(
-    architecture="llama",
-    vocab_size=101,
-    hidden_size=48,
-    num_layers=1,
-    num_query_heads=9,
-    num_kv_heads=3,
-    head_dim=4,
-    intermediate_size=64,
-    max_positions=16,
-    norm_epsilon=1e-5,
-    rope_theta=1e4,
-    tied_embeddings=False,
-)
+SPEC = tiny_spec()
 
 
 def filled(group: ThreadGroup) -> tuple[Model, RecordingCheckpoint]:

@@ -5,6 +5,7 @@ Knows settings; knows nothing of Ray, torch or how a setting is carried out.
 
 import re
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -113,6 +114,10 @@ class ClusterConfig(BaseModel):
     def model_name(self) -> str:
         """The name under which the API serves the model."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+    def with_files(self, path: Path) -> "ClusterConfig":
+        """The same with the model's files in place of where they came from: nobody looks for them again."""
+        return self.model_copy(update={"model": str(path), "served_model_name": self.model_name})
 
     @classmethod
     def parse(cls, settings: dict[str, Any]) -> "ClusterConfig":

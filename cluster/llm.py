@@ -177,7 +177,7 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
         return start_local_group(config)
     from cluster.driver.local_ray import ensure_ray
 
-    _check_model(config)
+    config = _checked(config)
     ranks = config.tensor_parallel_size
     taken.enter_context(ensure_ray(ranks, gpus=ranks if config.device == "cuda" else 0))
     from cluster.driver.ray_executor import start_ray_group
@@ -187,12 +187,14 @@ def start_offline_group(config: ClusterConfig, taken: contextlib.ExitStack) -> S
     return start_ray_group(config)
 
 
-def _check_model(config: ClusterConfig) -> None:
-    """Refuse what the model's numbers rule out before Ray is started for it."""
+def _checked(config: ClusterConfig) -> ClusterConfig:
+    """Refuse what the model's numbers rule out before Ray is started for it. With the files, which are found."""
     try:
-        check_model(config, ModelFiles.of(config.model).spec)
+        files = ModelFiles.of(config.model)
+        check_model(config, files.spec)
     except ModelError as error:
         raise StartupFailed(str(error)) from error
+    return config.with_files(files.path)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -120,8 +120,7 @@ def _resolved(config: "ClusterConfig", on_progress: "Callable[[str], None]") -> 
     """`config` with the model's files in place of its name, fetched now, where the user sees it."""
     from model_shards.sources import resolve_model
 
-    path = resolve_model(config.model, on_progress=on_progress)
-    return config.model_copy(update={"model": str(path), "served_model_name": config.model_name})
+    return config.with_files(resolve_model(config.model, on_progress=on_progress))
 
 
 def _batch(config: "ClusterConfig", source: Path, output: Path) -> None:

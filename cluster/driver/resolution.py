@@ -32,9 +32,9 @@ class ModelFiles:
     spec: ModelSpec
 
     @classmethod
-    def of(cls, name: str) -> "ModelFiles":
+    def of(cls, name: str, on_progress: Callable[[str], None] = logger.info) -> "ModelFiles":
         """Fetches the model if need be. Raises `model_shards.errors.ModelError`."""
-        path = resolve_model(name, on_progress=logger.info)
+        path = resolve_model(name, on_progress=on_progress)
         return cls(path, read_spec(path))
 
 

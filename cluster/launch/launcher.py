@@ -17,7 +17,7 @@ import httpx
 from pydantic import Field
 
 from cluster.config import ClusterConfig
-from cluster.driver.resolution import check_model
+from cluster.driver.resolution import ModelFiles, check_model
 from cluster.errors import InvalidConfig, StartupFailed
 from cluster.launch import ray_node, serving
 from cluster.launch.preflight import check_port, check_ray_choice
@@ -26,8 +26,6 @@ from cluster.launch.progress import Progress
 from cluster.launch.run_folder import RunFolder, reclaim_abandoned
 from cluster.launch.running import note_address
 from model_shards.errors import ModelError
-from model_shards.sources import resolve_model
-from model_shards.weights.metadata import read_spec
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +142,7 @@ class Launch:
 
         config = self.config
         if self.options.owns_ray:  # every process is on this machine: none has to look for the model again
-            config = config.model_copy(update={"model": str(path), "served_model_name": config.model_name})
+            config = config.with_files(path)
         self._is_deployed = True
         serving.deploy(build(config), APPLICATION)
         serving.wait_running(APPLICATION, deadline_s=config.start_deadline_s, on_line=self._progress.say)
@@ -241,9 +239,9 @@ class _ModelSearch(threading.Thread):
 
     def run(self) -> None:
         try:
-            path = resolve_model(self._config.model, on_progress=self._on_progress)
-            check_model(self._config, read_spec(path))
-            self._path = path
+            files = ModelFiles.of(self._config.model, self._on_progress)
+            check_model(self._config, files.spec)
+            self._path = files.path
         except (ModelError, InvalidConfig, OSError) as error:  # raised again in the thread that waits
             self._failure = error
 

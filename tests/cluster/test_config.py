@@ -1,5 +1,7 @@
 """Settings of a cluster: sizes in bytes, and how mistakes read."""
 
+from pathlib import Path
+
 import pytest
 
 from cluster.config import ClusterConfig, parse_bytes
@@ -36,3 +38,8 @@ def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(InvalidConfig, match=r"kv_cache_memory: .*not a size in bytes: .*examples: 2GiB") as caught:
         ClusterConfig.parse({"model": "m", "kv_cache_memory": text})
     assert len(str(caught.value)) < 200
+
+
+def test_the_name_in_the_api_stays_when_the_files_are_found() -> None:
+    config = ClusterConfig.parse({"model": "org/name"}).with_files(Path("/cache/snapshots/1234"))
+    assert (config.model, config.model_name) == ("/cache/snapshots/1234", "name")

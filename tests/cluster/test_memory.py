@@ -20,8 +20,7 @@ from cluster.driver.driver import Driver
 from cluster.generation import SamplingParams
 from cluster.ingress.app import build_app
 from cluster.text.completer import Completer
-from tests.cluster.driver.rig import MODEL, DriverRig, scripted
-from tests.cluster.driver.test_connection import eventually
+from tests.cluster.driver.rig import MODEL, DriverRig, eventually, scripted
 from tests.cluster.ingress.served import COMPLETIONS, http, no_stats
 from tests.fakes.byte_tokenizer import ByteTokenizer
 from tests.fakes.scripted_executor import ScriptedExecutor

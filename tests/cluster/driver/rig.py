@@ -1,10 +1,13 @@
 """A driver over a scripted worker group, in this process: what the tests of both ends of a subscription share."""
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
 from cluster.config import ClusterConfig
 from cluster.driver.driver import Driver, StartedGroup
 from cluster.driver.status import ServedModel
 from cluster.engine.executor import Capacity
-from cluster.generation import GenerationRequest, SamplingParams
+from cluster.generation import GenerationRequest, SamplingParams, TokenDelta
 from tests.fakes.scripted_executor import VOCAB_SIZE, ScriptedExecutor
 
 MODEL = ServedModel("counter", "/models/counter", max_model_len=512, vocab_size=VOCAB_SIZE, eos_token_ids=())
@@ -39,3 +42,15 @@ def count_from(
     """A request that the counter model answers with start + 1, start + 2, ..."""
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, n=n)
     return GenerationRequest(request_id or f"from-{start}", (start,), sampling)
+
+
+async def tokens(deltas: AsyncIterator[TokenDelta]) -> list[int]:
+    return [token async for delta in deltas for token in delta.token_ids]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(poll(), 10)

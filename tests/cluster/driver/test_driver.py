@@ -8,8 +8,7 @@ from cluster.driver.delta_codec import Closed, Deltas, decode
 from cluster.driver.driver import EXIT_CODE
 from cluster.errors import Unavailable
 from cluster.generation import FinishReason
-from tests.cluster.driver.rig import MODEL, DriverRig, count_from, scripted
-from tests.cluster.driver.test_connection import eventually
+from tests.cluster.driver.rig import MODEL, DriverRig, count_from, eventually, scripted
 
 
 @pytest.fixture

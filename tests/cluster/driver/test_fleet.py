@@ -8,82 +8,26 @@ import pytest
 
 from cluster.driver.driver import Driver
 from cluster.driver.fleet import DriverFleet
-from cluster.driver.status import DriverCard, DriverStatus, LifelineAddress
-from cluster.engine.stats import EngineStats
+from cluster.driver.status import DriverCard, LifelineAddress
 from cluster.errors import Unavailable
-from cluster.generation import FinishReason, GenerationRequest, TokenDelta
-from tests.cluster.driver.rig import MODEL, DriverRig, count_from, scripted
-from tests.cluster.driver.test_connection import eventually
+from cluster.generation import FinishReason
+from tests.cluster.driver.far_driver import FarDriver
+from tests.cluster.driver.rig import MODEL, DriverRig, count_from, eventually, scripted, tokens
 
 NOWHERE = LifelineAddress("127.0.0.1", 1, "secret")
-
-
-class Reached:
-    """A driver of this process, as if across the cluster: it can be gone."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.gone = asyncio.Event()
-        self.refuses = False
-        self.hangs = False
-        self.num_submitted = 0
-        self.is_closed = False
-
-    async def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
-        messages = self.driver.subscribe(subscriber_id)
-        gone = asyncio.ensure_future(self.gone.wait())
-        try:
-            while True:
-                message = asyncio.ensure_future(anext(messages))
-                await asyncio.wait((message, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not message.done():
-                    message.cancel()
-                    raise Unavailable("the replica is gone")
-                try:
-                    data = message.result()
-                except StopAsyncIteration:
-                    return
-                yield data
-        finally:
-            gone.cancel()
-
-    async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
-        if self.refuses:
-            raise Unavailable("driver is gone or going")
-        self.num_submitted += 1
-        await self.driver.submit(subscriber_id, request)
-
-    async def abort(self, request_id: str) -> None:
-        await self.driver.abort(request_id)
-
-    async def finish_choice(self, request_id: str, choice: int) -> None:
-        await self.driver.finish_choice(request_id, choice)
-
-    async def heartbeat(self, subscriber_id: str) -> DriverStatus:
-        return await self.driver.heartbeat(subscriber_id)
-
-    async def stats(self) -> EngineStats:
-        if self.gone.is_set():
-            raise Unavailable("the replica is gone")
-        if self.hangs:
-            await asyncio.sleep(60)
-        return await self.driver.stats()
-
-    async def close(self) -> None:
-        self.is_closed = True
 
 
 class Some:
     """The drivers that run: put some in, take some out."""
 
     def __init__(self) -> None:
-        self.reached: dict[str, Reached] = {}
+        self.reached: dict[str, FarDriver] = {}
         self.running: dict[str, DriverCard] = {}
         self.hides = False
 
-    def add(self, address: str, driver: Driver, **other: object) -> Reached:
+    def add(self, address: str, driver: Driver, **other: object) -> FarDriver:
         self.running[address] = DriverCard(address, replace(MODEL, **other), NOWHERE)  # type: ignore[arg-type]
-        self.reached[address] = Reached(driver)
+        self.reached[address] = FarDriver(driver)
         return self.reached[address]
 
     async def find(self) -> Sequence[DriverCard]:
@@ -91,7 +35,7 @@ class Some:
             raise Unavailable("the drivers did not answer")
         return list(self.running.values())
 
-    def reach(self, card: DriverCard) -> Reached:
+    def reach(self, card: DriverCard) -> FarDriver:
         return self.reached[card.address]
 
 
@@ -126,10 +70,6 @@ async def fleet(some: Some) -> AsyncIterator[DriverFleet]:
     fleet.start()
     yield fleet
     await fleet.close()
-
-
-async def tokens(deltas: AsyncIterator[TokenDelta]) -> list[int]:
-    return [token async for delta in deltas for token in delta.token_ids]
 
 
 async def connected(fleet: DriverFleet, count: int) -> None:
@@ -201,7 +141,7 @@ async def test_a_death_after_the_first_token_is_an_error(start: Start, some: Som
     await anext(stream)
     some.add("other", await start())
     await connected(fleet, 2)
-    dying.gone.set()
+    dying.lose()
     with pytest.raises(Unavailable, match="gone"):
         await tokens(stream)
 
@@ -277,7 +217,7 @@ async def test_each_driver_that_answers_says_what_it_has_counted(
     assert len(await tokens(fleet.stream(count_from(1, 5)))) == 5
     assert sum(stats.received for stats in (await fleet.stats()).values()) == 1
 
-    reached[0].gone.set()
-    reached[1].hangs = True
+    reached[0].lose()
+    reached[1].deaf = True
     monkeypatch.setattr("cluster.driver.fleet._STATS_S", 0.5)
     assert set(await fleet.stats()) == {"c"}

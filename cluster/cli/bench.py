@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli import options
 from cluster.cli.exits import FAILURE, exits
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def bench(
         plan = BenchPlan(
             url=url,
             model=model,
-            concurrency=_levels(concurrency or _DEFAULT_LEVELS),
+            concurrency=options.whole_numbers("--concurrency", concurrency or _DEFAULT_LEVELS),
             rate=rate,
             requests=requests,
             input_len=input_len,
@@ -77,15 +78,6 @@ def bench(
         )
         if not _run(plan, json_file):
             raise typer.Exit(FAILURE)
-
-
-def _levels(text: str) -> tuple[int, ...]:
-    from cluster.errors import InvalidConfig
-
-    try:
-        return tuple(int(level) for level in text.split(",") if level.strip())
-    except ValueError:
-        raise InvalidConfig(f"--concurrency: whole numbers with commas between are wanted, not {text!r}") from None
 
 
 def _run(plan: "BenchPlan", json_file: Path | None) -> bool:

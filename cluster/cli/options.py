@@ -1,4 +1,7 @@
-"""The options that several commands share. A setting's option is its name with dashes; only --tp is shorter."""
+"""What several commands share: options, and how lists are written.
+
+A setting's option is its name with dashes; only --tp is shorter.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -84,3 +87,16 @@ ConfigFile = Annotated[
         show_default=False,
     ),
 ]
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`1,8,32` -> (1, 8, 32). Raises `InvalidConfig` for anything but whole numbers from 1 on."""
+    from cluster.errors import InvalidConfig
+
+    try:
+        numbers = tuple(int(number) for number in text.split(",") if number.strip())
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise InvalidConfig(f"{option}: whole numbers from 1 on, with commas between, are wanted, not {text!r}")
+    return numbers

@@ -55,33 +55,23 @@ def plan(
     config: options.ConfigFile = None,
 ) -> None:
     """Show what MODEL takes on each of N ranks, and how fast it can be at best. Needs no GPU and no weights."""
+    asked = dict(locals())  # every option under its parameter's name
     with exits():
         import json
 
         from rich.console import Console
 
         from cluster.cli import plan_report
-        from cluster.cli.settings import cluster_config
+        from cluster.cli.settings import cluster_config, settings_among
         from cluster.planning import plan_serving, planned_device
         from model_shards.sources import resolve_config
         from model_shards.weights.metadata import read_spec
 
-        settings = cluster_config(
-            {
-                "model": model,
-                "tensor_parallel_size": tp,
-                "shard_weights": shard_weights,
-                "device": device,
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-                "kv_cache_memory": kv_cache_memory,
-            },
-            config,
-        )
+        settings = cluster_config(settings_among(asked), config)
         memory = None if gpu_memory is None else _size("--gpu-memory", gpu_memory)
         where = planned_device(settings, memory)
         ceilings = _ceilings(where, peak_tflops, memory_bandwidth, link_bandwidth, link_latency_us)
-        batches = _batches(batch)
+        batches = options.whole_numbers("--batch", batch)
         console = Console()
         spec = read_spec(resolve_config(settings.model))
         made = plan_serving(
@@ -134,15 +124,3 @@ def _size(option: Literal["--gpu-memory", "--memory-bandwidth", "--link-bandwidt
     if size < 1:
         raise InvalidConfig(f"{option}: must be more than 0, not {text!r}")
     return size
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    from cluster.errors import InvalidConfig
-
-    try:
-        batches = tuple(int(number) for number in text.split(",") if number.strip())
-    except ValueError:
-        batches = ()
-    if not batches or min(batches) < 1:
-        raise InvalidConfig(f"--batch: whole numbers from 1 on, with commas between, are wanted, not {text!r}")
-    return batches

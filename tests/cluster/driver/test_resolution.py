@@ -10,25 +10,11 @@ from cluster.config import ClusterConfig
 from cluster.driver.resolution import ModelFiles, fit, resolve_device, worker_config
 from cluster.driver.sizing import RankMemory
 from cluster.errors import InvalidConfig
-from model_shards.spec import ModelSpec
+from tests.fakes.specs import tiny_spec
 from workers.config import Device, WorkerConfig
 
 GIB = 2**30
-SPEC = ModelSpec(
-    architecture="llama",
-    vocab_size=100,
-    hidden_size=32,
-    num_layers=1,
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=64,
-    max_positions=4096,
-    norm_epsilon=1e-5,
-    rope_theta=10000.0,
-    tied_embeddings=False,
-)
-FILES = ModelFiles(Path("model"), SPEC)
+FILES = ModelFiles(Path("model"), tiny_spec(max_positions=4096))
 
 
 def no_look() -> int:

@@ -1,4 +1,4 @@
-"""Random streams of queries, keys and values, and steps over them for attention that lives on a device."""
+"""Random streams of queries, keys and values for tests of attention, and steps over them for that on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

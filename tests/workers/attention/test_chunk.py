@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.attention.test_sdpa import Shape, attend_in_random_chunks, make_attention, make_streams
+from tests.workers.attention.steps import Shape
+from tests.workers.attention.test_sdpa import attend_in_random_chunks, make_attention, make_streams
 from workers.attention import chunk
 from workers.attention.chunk import ChunkKernel, by_products, chunk_kernel, fused, fused_works
 

@@ -1,45 +1,18 @@
 """Paged attention against dense attention, for every shape of head group, block size and chunking."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.plain_attention import PlainAttention
+from tests.workers.attention.steps import Shape, Stream, make_cache
 from workers.attention.metadata import AttentionMetadata, QueryRange
 from workers.attention.sdpa import PagedAttention
 from workers.attention.select import select_attention
 from workers.errors import WorkerError
 from workers.kv_cache import KvCache
-
-
-@dataclass
-class Shape:
-    num_local_query_heads: int
-    num_local_kv_heads: int
-    head_dim: int
-    num_layers: int = 2
-
-
-class Stream:
-    """One sequence's queries, keys and values, and what dense attention makes of them."""
-
-    def __init__(
-        self, shape: Shape, num_tokens: int, blocks: Sequence[int], seed: int, window: int | None = None
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def drawn(heads: int) -> Tensor:
-            return torch.randn(num_tokens, heads, shape.head_dim, generator=generator)
-
-        self.query, self.key, self.value = map(
-            drawn, (shape.num_local_query_heads, shape.num_local_kv_heads, shape.num_local_kv_heads)
-        )
-        self.blocks = list(blocks)
-        self.expected = PlainAttention().attend(0, self.query, self.key, self.value, window)
 
 
 def attend(
@@ -73,8 +46,7 @@ def attend(
 
 
 def make_attention(shape: Shape, num_blocks: int, block_size: int) -> PagedAttention:
-    cache = KvCache(shape, num_blocks=num_blocks, block_size=block_size, dtype="float32", device="cpu")
-    return PagedAttention(cache, shape.num_local_query_heads)
+    return PagedAttention(make_cache(shape, num_blocks, block_size), shape.num_local_query_heads)
 
 
 def attend_in_random_chunks(

@@ -8,6 +8,7 @@ Knows torch.distributed; knows nothing of models, plans or Ray.
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -53,8 +54,10 @@ def join_torch_group(
             return NcclGroup(store, rank, size, deadline, step_deadline_s)
         return GlooGroup(store, rank, size, deadline, step_deadline_s, _own_address(place))
     except (RuntimeError, ValueError, OSError) as error:
+        said = str(error).strip().partition("\n")[0]  # what follows is a stack of C++
+        advice = "" if isinstance(error, ValueError) else "; between nodes its ranks need open TCP ports"
         raise GroupBroken(
-            f"rank {rank}: no {kind} group of {size} at {place} within {deadline_s:g} s: {error}"
+            f"rank {rank}: no {kind} group of {size} at {place} within {deadline_s:g} s: {said}{advice}"
         ) from error
 
 
@@ -75,8 +78,10 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self._deadline_s = step_deadline_s
+        started = time.monotonic()
+        meet(store, rank, size, join_deadline)  # gloo itself would not say who is missing
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = join_deadline
+        options._timeout = join_deadline - timedelta(seconds=time.monotonic() - started)
         device = dist.ProcessGroupGloo
         options._devices = [
             device.create_default_device() if own_address is None else device.create_device(hostname=own_address)
@@ -191,9 +196,13 @@ class NcclGroup:
 
 
 def meet(store: Any, rank: int, size: int, deadline: timedelta) -> None:
-    """Return once all ranks have come. Raises torch's `DistStoreError`, a `RuntimeError`, at the deadline."""
+    """Return once all ranks have come. Raises `GroupBroken` at the deadline, naming those who have not."""
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{peer}" for peer in range(size)], deadline)
+    try:
+        store.wait([f"here/{peer}" for peer in range(size)], deadline)
+    except dist.DistStoreError as error:
+        missing = [str(peer) for peer in range(size) if not store.check([f"here/{peer}"])]
+        raise GroupBroken(f"rank {', '.join(missing)} did not come") from error
 
 
 def _own_address(place: str) -> str | None:

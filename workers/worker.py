@@ -28,6 +28,7 @@ from workers.config import WorkerConfig
 from workers.device import check_gpu, set_threads, torch_dtype
 from workers.errors import ChannelError, ChannelInterrupted, ChannelTimeout, WorkerError
 from workers.kv_cache import bytes_per_block
+from workers.lack_of_memory import memory_for
 from workers.memory_profile import profile_memory
 from workers.process_group import Rendezvous, TimedGroup, join_group, open_group
 from workers.protocol import StepFailure, StepPlan, StopWorkers
@@ -37,6 +38,7 @@ from workers.runner import Runner
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+_JOIN_S = 60.0  # all ranks are told to come at once: who is not there by then cannot be reached
 _FLUSH_S = 1.0  # for a failure report to leave before its socket closes
 
 
@@ -81,7 +83,8 @@ class Worker:
     def join_group(self, address: str) -> str:
         """Meet the peers; a new incarnation begins here, so what stopped the last one is forgotten.
 
-        Returns the transport. Raises `GroupBroken` when a rank does not come by the start deadline.
+        Returns the transport. Raises `GroupBroken` when a rank does not come, early enough for the driver to hear
+        of it before the start deadline.
         """
         self._runner = None
         self._forget_stop()
@@ -91,7 +94,7 @@ class Worker:
                 address,
                 self._rank,
                 self._config.tensor_parallel_size,
-                deadline_s=self._config.start_deadline_s,
+                deadline_s=min(_JOIN_S, self._config.start_deadline_s / 2),
                 step_deadline_s=self._config.step_deadline_s,
                 rendezvous=self._rendezvous,
             )
@@ -101,22 +104,23 @@ class Worker:
         return group.transport
 
     def load(self) -> LoadReport:
-        """Read this rank's shard. Raises `ModelError` for what is wrong with the files."""
+        """Read this rank's shard. Raises `ModelError` for what is wrong with the files, or `OutOfMemory`."""
         config = self._config
         self._check_joined("load")
         self._set_threads()
         started = time.perf_counter()
         path = Path(config.model_path)
-        model = load_model(
-            path,
-            self._group,
-            device=torch.device(config.device),
-            dtype=torch_dtype(config.dtype),
-            batch_invariant=config.batch_invariant,
-            shard_weights=config.shard_weights,
-        )
+        with memory_for("its shard of the weights", config.device):
+            model = load_model(
+                path,
+                self._group,
+                device=torch.device(config.device),
+                dtype=torch_dtype(config.dtype),
+                batch_invariant=config.batch_invariant,
+                shard_weights=config.shard_weights,
+            )
+            memory = profile_memory(model, config)
         self._model = model
-        memory = profile_memory(model, config)
         self._holdings = holdings_of(model, path, self._rank) if config.shard_proof else ()
         return LoadReport(
             rank=self._rank,
@@ -152,7 +156,8 @@ class Worker:
         if self._model is None:
             raise WorkerError(f"rank {self._rank}: allocate was called before load")
         self._runner = None  # an earlier cache goes before the new one comes
-        self._runner = Runner(self._model, self._group, self._config, num_blocks)
+        with memory_for(f"{num_blocks} KV blocks", self._config.device):
+            self._runner = Runner(self._model, self._group, self._config, num_blocks)
 
     def run(self, endpoint: WorkerEndpoint) -> str:
         """Execute plans until a stop, a failure or the driver's death; returns which.

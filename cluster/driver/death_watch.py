@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from cluster.driver.ranks import Rank
+from cluster.driver.rank import Rank
 
 _NEAR_PERIOD_S = 0.5  # between looks at the run() calls, of ranks that have a pidfd
 _FAR_PERIOD_S = 0.05  # when they are all there is for some rank

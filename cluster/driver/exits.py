@@ -20,6 +20,31 @@ _REAPED_WITHIN_S = 0.05
 _POLL_S = 0.001
 _MOST_BYTES = 4096
 _RAY_MARK = ":"  # of lines by which Ray sorts a log file
+_LAST_LINES = 5
+_VMSTAT = Path("/proc/vmstat")
+
+
+def last_words(pidfd: int, pid: int, log: str, *, oom_kills_before: int) -> str:
+    """How a process ended whose pidfd is readable, and the last lines of its log.
+
+    `oom_kills_before` is what `oom_kills` gave while it was well: whether the kernel has killed for want of memory
+    since then.
+    """
+    ended = how_it_ended(pidfd, pid)
+    since = oom_kills() - oom_kills_before
+    if "SIGKILL" in ended and since > 0:
+        ended += f"; the kernel has killed {since} of this node's processes since it started, for want of memory"
+    lines = last_lines(log, _LAST_LINES)
+    return ended + ("; its last lines: " + " | ".join(lines) if lines else "")
+
+
+def oom_kills(vmstat: Path = _VMSTAT) -> int:
+    """How many processes of this machine the kernel has killed for want of memory; 0 where it does not tell."""
+    try:
+        rows = [line.split() for line in vmstat.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(row[1]) for row in rows if row[0] == "oom_kill"), 0)
 
 
 def how_it_ended(pidfd: int, pid: int) -> str:

@@ -86,6 +86,7 @@ def _start(config: ClusterConfig) -> StartedGroup:
     from model_shards.group import SingleRank
     from model_shards.weights.loader import load_model
     from workers.kv_cache import bytes_per_block
+    from workers.lack_of_memory import memory_for
     from workers.memory_profile import profile_memory
     from workers.runner import Runner
 
@@ -96,22 +97,26 @@ def _start(config: ClusterConfig) -> StartedGroup:
     if device == "cpu":
         set_threads(worker.num_threads)
     group = SingleRank()
-    model = load_model(
-        files.path,
-        group,
-        device=torch.device(device),
-        dtype=torch_dtype(worker.dtype),
-        batch_invariant=worker.batch_invariant,
-    )
+    with memory_for("the weights", device):
+        model = load_model(
+            files.path,
+            group,
+            device=torch.device(device),
+            dtype=torch_dtype(worker.dtype),
+            batch_invariant=worker.batch_invariant,
+        )
     if worker.shard_proof:
         _prove(model, files.path, torch_dtype(worker.dtype))
     found = profile_memory(model, worker)
     block_bytes = bytes_per_block(model, worker.block_size, worker.dtype)
     memory = RankMemory("here", found.free, block_bytes, found.total, found.activations)
     num_blocks, served = fit(config, files, worker, [memory])
-    executor = LocalExecutor(
-        lambda: Runner(model, group, worker, num_blocks), Capacity(num_blocks, worker.block_size)
-    )
+
+    def new_runner() -> Runner:
+        with memory_for(f"{num_blocks} KV blocks", device):
+            return Runner(model, group, worker, num_blocks)
+
+    executor = LocalExecutor(new_runner, Capacity(num_blocks, worker.block_size))
     return StartedGroup(executor, served, failure=lambda: None)
 
 

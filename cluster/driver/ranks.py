@@ -3,18 +3,16 @@
 Knows actors and processes; knows no plans and no models.
 """
 
-import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.driver.actor_process import ActorProcess, end_all
-from cluster.driver.exits import how_it_ended, last_lines
+from cluster.driver.node_guard import NodeGuard
 from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, Seat
+from cluster.driver.rank import Rank
 from cluster.errors import StartupFailed
 from workers.actor import WorkerActor
 from workers.channel import WorkerEndpoint
@@ -25,72 +23,9 @@ SeatTaker = Callable[[Seat, WorkerConfig], ActorProcess | None]
 
 _LEAVE_WAIT_S = 2.0  # for a rank to leave its loop once it is told
 _LOOK_S = 0.1  # between looks at who has died, while answers are awaited
-_LAST_LINES = 5
-_RAY_SAYS = re.compile(r"Worker exit detail: (.*?)(?: There are some|$)", re.MULTILINE)  # of one on another node
+_TOLD_WITHIN_S = 1.0  # for Ray to say why it has ended a rank, whose end the kernel tells at once
 _GRACE_S = 1.0  # for Ray to end ranks that nobody waits for
 _RUN = "WorkerActor.run"  # what `ps` shows of a rank, also of one that was a spare
-
-
-@dataclass(slots=True)
-class Rank:
-    """One worker actor in its seat. `identity` is set once it has said who it is."""
-
-    seat: Seat
-    process: ActorProcess
-    identity: WorkerIdentity | None = None
-    running: Any = None  # the ref of its `run()` call
-
-    @property
-    def name(self) -> str:
-        """For people: which process this is."""
-        if self.identity is None:
-            return f"rank {self.seat.rank} (node {self.seat.node_id[:8]})"
-        return f"rank {self.seat.rank} (pid {self.identity.pid} on {self.identity.node_ip})"
-
-    @property
-    def node_id(self) -> str:
-        return self.seat.node_id if self.identity is None else self.identity.node_id
-
-    def has_died(self) -> bool:
-        """Whether its process is known to have ended."""
-        if self.process.pidfd is not None:
-            return self.process.has_ended()
-        if not self.has_left():
-            return False
-        try:
-            ray.get(self.running, timeout=0)
-        except RayActorError:
-            return True
-        except RayError:
-            pass
-        return False
-
-    def has_left(self) -> bool:
-        """Whether its `run()` call has ended, in whatever way."""
-        return self.running is not None and bool(ray.wait([self.running], timeout=0)[0])
-
-    def end_in_words(self) -> str | None:
-        """How it ended, or left its loop; None while it runs."""
-        if self.process.has_ended():
-            return f"{self.name} {self._death()}"
-        if not self.has_left():
-            return None
-        try:
-            return f"{self.name} left its loop: {ray.get(self.running, timeout=0)}"
-        except RayTaskError as error:
-            return f"{self.name} left its loop: {error.cause}"
-        except RayActorError as error:
-            detail = _RAY_SAYS.search(str(error))
-            return f"{self.name} has ended" + (f": {detail[1]}" if detail is not None else "")
-        except RayError as error:
-            return f"{self.name} is lost: {error}"
-
-    def _death(self) -> str:
-        if self.identity is None or self.process.pidfd is None:
-            return "has ended"
-        lines = last_lines(self.identity.stderr, _LAST_LINES)
-        said = "; its last lines: " + " | ".join(lines) if lines else ""
-        return how_it_ended(self.process.pidfd, self.identity.pid) + said
 
 
 class Ranks:
@@ -100,6 +35,8 @@ class Ranks:
         self._placement = placement
         self._configs = tuple(configs)
         self._here = ray.get_runtime_context().get_node_id()
+        self._guards: dict[str, NodeGuard] = {}  # of other nodes
+        self._set_guards({seat.node_id: seat for seat in placement.seats})
         self._members = [self._spawn(seat) for seat in placement.seats]
 
     def __len__(self) -> int:
@@ -141,10 +78,11 @@ class Ranks:
             member = self._members[identity.rank]
             member.identity = identity
             if identity.node_id == self._here:
-                member.process.watch(identity.pid)
+                member.process.watch(identity.pid, identity.stderr)
             difference = mine.difference(identity.code, same_node=identity.node_id == self._here)
             if difference is not None:
                 raise StartupFailed(f"{member.name} runs other code than the driver: {difference}")
+        self._guard_other_nodes()
         return max(identity.import_seconds for identity in identities)
 
     def join(self, patience: Patience) -> str:
@@ -175,11 +113,11 @@ class Ranks:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=min(left_s, _LOOK_S))
             if done:
                 member = pending.pop(done[0])
-                answers[member.seat.rank] = answer = _answer(member, what, done[0])
+                answers[member.seat.rank] = answer = member.answer(what, done[0])
                 if on_answer is not None:
                     on_answer(member, answer)
-            elif (cause := self.first_death()) is not None:
-                raise StartupFailed(cause)
+            elif (dead := self._first_dead()) is not None:
+                raise StartupFailed(_why(dead, what, pending))
             elif left_s == 0:
                 missing = ", ".join(member.name for member in pending.values())
                 raise StartupFailed(f"{missing} did not {what} within {patience.spent():.0f} s")
@@ -189,10 +127,6 @@ class Ranks:
         """Let every rank enter its loop."""
         for member, endpoint in zip(self._members, endpoints, strict=True):
             member.running = member.process.actor.run.options(name=_RUN).remote(endpoint)
-
-    def first_death(self) -> str | None:
-        """The first rank whose process is known to have ended, in words; None while all live."""
-        return next((member.end_in_words() for member in self._members if member.has_died()), None)
 
     def dead(self) -> set[int]:
         """Ranks whose process is known to have ended."""
@@ -222,6 +156,29 @@ class Ranks:
         """Kill every process, whatever it is doing; also one that is stopped and does not hear Ray."""
         members, self._members = self._members, []
         end_all([member.process for member in members], grace_s=_GRACE_S)
+        self._set_guards({})
+
+    def _guard_other_nodes(self) -> None:
+        """See to a guard on each node that has ranks, and let it watch them."""
+        self._set_guards({member.node_id: member.seat for member in self._members})
+        for member in self._members:
+            guard = self._guards.get(member.node_id)
+            if guard is not None and member.identity is not None and member.process.guard is not guard:
+                member.process.watch_from(guard, member.identity.pid, member.identity.stderr)
+
+    def _set_guards(self, seats: Mapping[str, Seat]) -> None:
+        """One for each of these nodes but the driver's own; those of others, and those that are lost, end."""
+        for node_id, guard in list(self._guards.items()):
+            if node_id not in seats or guard.is_lost:
+                guard.end()
+                del self._guards[node_id]
+        for node_id, seat in seats.items():
+            if node_id != self._here and node_id not in self._guards:
+                self._guards[node_id] = NodeGuard(self._placement, seat)
+
+    def _first_dead(self) -> Rank | None:
+        """The first rank whose process is known to have ended; None while all live."""
+        return next((member for member in self._members if member.has_died()), None)
 
     def _spawn(self, seat: Seat) -> Rank:
         worker_actor: Any = WorkerActor  # what `ray.remote` makes of the class, Ray does not annotate
@@ -235,12 +192,12 @@ class Ranks:
         return Rank(seat, ActorProcess(options.remote(seat.rank, config)))
 
 
-def _answer(member: Rank, what: str, ref: Any) -> Any:
-    try:
-        return ray.get(ref, timeout=0)
-    except RayTaskError as error:
-        raise StartupFailed(f"{member.name} could not {what}: {error.cause}") from error.cause
-    except RayActorError as error:
-        raise StartupFailed(f"{member.end_in_words() or member.name} before it could {what}: {error}") from error
-    except GetTimeoutError as error:
-        raise StartupFailed(f"{member.name}: the answer to {what} is lost") from error
+def _why(dead: Rank, what: str, pending: Mapping[Any, Rank]) -> str:
+    """Of a rank whose process has ended, perhaps by Ray's hand, for want of memory: Ray says so a little later."""
+    ref = next((ref for ref, member in pending.items() if member is dead), None)
+    if ref is not None and ray.wait([ref], timeout=_TOLD_WITHIN_S)[0]:
+        try:
+            dead.answer(what, ref)
+        except StartupFailed as failure:
+            return str(failure)
+    return dead.end_in_words() or f"{dead.name} has ended"

@@ -20,7 +20,8 @@ from cluster.driver.driver import StartedGroup
 from cluster.driver.patience import Patience
 from cluster.driver.placement import Placement, bundles_for, offered_gpus
 from cluster.driver.proving import ShardProof
-from cluster.driver.ranks import Rank, Ranks
+from cluster.driver.rank import Rank
+from cluster.driver.ranks import Ranks
 from cluster.driver.ray_spare import RaySpare
 from cluster.driver.resolution import ModelFiles, check_model, fit, keeps_spares, resolve_device, worker_config
 from cluster.driver.seating import config_by_seat

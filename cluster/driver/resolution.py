@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.config import ClusterConfig
-from cluster.driver.sizing import RankMemory, pool_size, sequence_limit
+from cluster.driver.sizing import RankMemory, check_room_on_cpu, pool_size, sequence_limit
 from cluster.driver.status import ServedModel
 from cluster.errors import InvalidConfig
 from model_shards.partition import partition_model
@@ -127,6 +127,8 @@ def fit(
         gpu_memory_share=config.gpu_memory_share,
         most_useful=most_useful,
     )
+    if worker.device == "cpu":
+        check_room_on_cpu(num_blocks, ranks)
     block_bytes = sum(rank.bytes_per_block for rank in ranks)
     max_model_len = sequence_limit(
         num_blocks,

@@ -51,12 +51,31 @@ def _left_on_gpu(rank: RankMemory, share: float) -> int:
     return max(0, rank.free_bytes - kept_back - rank.activation_bytes)
 
 
-def _default_on_cpu(ranks: Sequence[RankMemory]) -> int:
-    by_node: dict[str, list[RankMemory]] = defaultdict(list)
+def check_room_on_cpu(num_blocks: int, ranks: Sequence[RankMemory]) -> None:
+    """Memory is taken as blocks are first written: what is not there would end a rank while it serves.
+
+    Raises `StartupFailed`, with the numbers, where the ranks of a node need more than is free on it.
+    """
+    for node_id, members in _by_node(ranks).items():
+        needed = num_blocks * sum(rank.bytes_per_block for rank in members)
+        free = min(rank.free_bytes for rank in members)
+        if needed > free:
+            raise StartupFailed(
+                f"{num_blocks} KV blocks are {needed} bytes for the {len(members)} ranks on node {node_id[:8]}, "
+                f"where {free} bytes are free: set kv_cache_memory lower"
+            )
+
+
+def _by_node(ranks: Sequence[RankMemory]) -> dict[str, list[RankMemory]]:
+    nodes: dict[str, list[RankMemory]] = defaultdict(list)
     for rank in ranks:
-        by_node[rank.node_id].append(rank)
+        nodes[rank.node_id].append(rank)
+    return nodes
+
+
+def _default_on_cpu(ranks: Sequence[RankMemory]) -> int:
     fitting = CPU_LIMIT // sum(rank.bytes_per_block for rank in ranks)
-    for members in by_node.values():
+    for members in _by_node(ranks).values():
         free = min(rank.free_bytes for rank in members)
         fitting = min(fitting, int(free * CPU_SHARE) // sum(rank.bytes_per_block for rank in members))
     return fitting

@@ -6,6 +6,7 @@ tensor names are spelled out here once more, on purpose: the project's own table
 
 import json
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,28 @@ def write_counter_model(
 
 def _count(token: int, cycle: range) -> int:
     return cycle.start if token == cycle.stop - 1 else (token + 1) % BYTE_VOCAB_SIZE
+
+
+def write_hollow_llama(folder: Path, *, vocab_size: int) -> Path:
+    """A tiny Llama whose embedding and head may be as large as no disk: all weights are a hole in one file."""
+    config = {**_TINY, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size}
+    shapes = {
+        name: list(tensor.shape) for name, tensor in tiny_weights(config | {"vocab_size": 1}, seed=0).items()
+    }
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[name][0] = vocab_size
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * torch.float32.itemsize
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

@@ -35,6 +35,12 @@ def all_of(prefix: str) -> list[int]:
     return sorted(pid for pid, name in descendants().items() if name.startswith(prefix))
 
 
+def parent_of(pid: int) -> int:
+    parent = _parent(pid)
+    assert parent is not None, f"process {pid} has ended"
+    return parent
+
+
 def marked(marker: str) -> list[int]:
     """Processes that inherited an environment with `marker` in it, wherever their parents have gone."""
     found = []
@@ -64,7 +70,8 @@ def shared_files() -> set[str]:
     return names | {str(path) for path in Path("/tmp").glob("shardserve-*")}
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 150.0) -> None:
+    """The default only guards against hanging: on a slow machine a replica takes a minute to start."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 
 from cluster.launch.processes import processes_writing
 from cluster.launch.run_folder import default_parent, reclaim_abandoned
+from tests.fakes.checkpoints import write_hollow_llama
 from tests.system.processes import descendants, kill, marked, shared_files, wait_until
 from tests.system.test_drain import begun
 
@@ -32,7 +34,8 @@ _DEADLINE_S = 180
 class Launcher:
     """`shardserve ARGUMENTS` in a process group of its own, as a terminal would have it."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, data_limit: int | None = None, **environment: str) -> None:
+        """`data_limit` are bytes that it and whatever it starts may have each."""
         self.lines: list[str] = []
         self._ready_or_over = threading.Event()
         self.process = subprocess.Popen(
@@ -43,6 +46,8 @@ class Launcher:
             start_new_session=True,
             env={**os.environ, "RAY_ADDRESS": "", "COLUMNS": "200", **environment},
         )
+        if data_limit is not None:  # before it has started anything
+            resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (data_limit, data_limit))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -93,8 +98,8 @@ class Launcher:
 
 
 @contextmanager
-def _launched(*arguments: str) -> Iterator[Launcher]:
-    launcher = Launcher(*arguments)
+def _launched(*arguments: str, data_limit: int | None = None) -> Iterator[Launcher]:
+    launcher = Launcher(*arguments, data_limit=data_limit)
     try:
         yield launcher
     finally:
@@ -250,6 +255,18 @@ def test_a_rank_that_dies_while_it_starts_is_named(counter: str) -> None:
         kill(_ranks_below(pid)[0])
         assert launcher.wait() == 1, launcher.output
     assert re.search(r"^error: .*rank \d ", launcher.output, re.MULTILINE), launcher.output
+    assert "Traceback" not in launcher.output
+    assert _run_folders() == before
+
+
+def test_a_rank_without_memory_says_so(tmp_path: Path) -> None:
+    """What `ulimit -d` allows is enough for Ray and torch, and not for the weights."""
+    before = _run_folders()
+    model = write_hollow_llama(tmp_path / "model", vocab_size=2**24)  # 6 GiB each of embedding and head
+    with _launched(*_serve(str(model), _free_port()), data_limit=3 * 2**30) as launcher:
+        assert launcher.wait() == 1, launcher.output
+    said = r"^error: rank \d \(pid \d+ on [\d.]+\) could not load: no memory for its shard .*ulimit -d"
+    assert re.search(said, launcher.output, re.MULTILINE), launcher.output
     assert "Traceback" not in launcher.output
     assert _run_folders() == before
 

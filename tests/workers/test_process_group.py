@@ -1,6 +1,7 @@
 """Choosing a transport and forming the group: the same sums over each, and no wait without an end."""
 
 import logging
+import re
 import socket
 import time
 from multiprocessing.connection import Connection
@@ -13,7 +14,7 @@ from tests.workers.processes import Rank, spawn_ranks
 from workers import process_group
 from workers.errors import GroupBroken
 from workers.process_group import TimedGroup, WorkerGroup, join_group, open_group
-from workers.torch_groups import sum_in_order
+from workers.torch_groups import dist, sum_in_order
 
 LONG_S = 60.0
 SHORT_S = 1.0
@@ -113,12 +114,71 @@ def test_gloo_notices_a_dead_peer() -> None:
 
 
 def test_gloo_notices_a_peer_that_does_not_come_by_the_deadline() -> None:
-    with spawn_ranks(reduce_and_tell, 2, False, SHORT_S) as ranks:
+    deadline_s = 3.0  # long enough for the first step, in which both come
+    with spawn_ranks(reduce_and_tell, 2, False, deadline_s) as ranks:
         introduce(ranks)
         assert [rank.receive() for rank in ranks] == ["joined"] * 2
         message, seconds = ranks[0].receive()
-        assert f"all_reduce over gloo did not complete within {SHORT_S:g} s" in message
+        assert f"all_reduce over gloo did not complete within {deadline_s:g} s" in message
         assert seconds < LONG_S / 2
+
+
+def join_alone(rank: int, connection: Connection, address: str) -> None:
+    try:
+        join_group(address, rank, 2, deadline_s=SHORT_S, step_deadline_s=SHORT_S)
+    except GroupBroken as error:
+        connection.send(str(error))
+
+
+def test_a_meeting_point_behind_a_filter_is_a_broken_group_by_the_deadline() -> None:
+    """A full queue drops what comes, as a firewall does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
+        host, port = server.getsockname()
+        first.connect((host, port))
+        with spawn_ranks(join_alone, 1, f"gloo:{host}:{port}") as [rank]:
+            started = time.monotonic()
+            said = rank.receive()
+    assert f"no gloo group of 2 at {host}:{port} within {SHORT_S:g} s" in said
+    assert said.endswith("between nodes its ranks need open TCP ports")
+    assert "\n" not in said
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def meet_and_leave(rank: int, connection: Connection) -> None:
+    """Rank 1 is seen at the meeting point and then cannot be reached."""
+    if rank == 1:
+        host, _, port = connection.recv().removeprefix("gloo:").rpartition(":")
+        store = dist.TCPStore(host, int(port), 2, is_master=False, wait_for_workers=False)
+        store.set("here/1", "")
+        connection.send("was here")
+        connection.recv()
+    else:
+        rendezvous = open_group(2, "cpu", same_host=False, host="127.0.0.1", deadline_s=LONG_S)
+        connection.send(rendezvous.address)
+        connection.recv()
+        try:
+            join_group(
+                rendezvous.address, 0, 2, deadline_s=SHORT_S, step_deadline_s=SHORT_S, rendezvous=rendezvous
+            )
+        except GroupBroken as error:
+            connection.send(str(error))
+
+
+def test_ranks_that_meet_and_cannot_connect_are_a_broken_group_by_the_deadline() -> None:
+    with spawn_ranks(meet_and_leave, 2) as ranks:
+        introduce(ranks)
+        assert ranks[1].receive() == "was here"
+        ranks[0].send("go on")
+        said = ranks[0].receive()
+    assert re.fullmatch(r"rank 0: no gloo group of 2 at 127\.0\.0\.1:\d+ within 1 s: .+ open TCP ports", said), (
+        said
+    )
+
+
+def test_who_did_not_come_to_the_meeting_point_is_named() -> None:
+    rendezvous = open_group(3, "cpu", same_host=False, host="127.0.0.1", deadline_s=LONG_S)
+    with pytest.raises(GroupBroken, match="rank 1, 2 did not come; between nodes"):
+        join_group(rendezvous.address, 0, 3, deadline_s=SHORT_S, step_deadline_s=SHORT_S, rendezvous=rendezvous)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])

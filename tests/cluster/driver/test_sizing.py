@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.driver.sizing import CPU_LIMIT, RankMemory, pool_size, sequence_limit
+from cluster.driver.sizing import CPU_LIMIT, RankMemory, check_room_on_cpu, pool_size, sequence_limit
 from cluster.errors import StartupFailed
 
 GIB = 2**30
@@ -63,6 +63,15 @@ def test_a_set_budget_is_not_cut_by_a_share_of_the_gpu() -> None:
     ranks = [RankMemory("a", GIB, 2**20, 20 * GIB, GIB)]
 
     assert pool_size(ranks, device="cuda", gpu_memory_share=0.1, kv_cache_memory=GIB, most_useful=PLENTY) == 1024
+
+
+def test_ranks_of_one_node_have_its_memory_together() -> None:
+    ranks = [RankMemory("a" * 40, GIB, 2**20), RankMemory("a" * 40, GIB, 2**20), RankMemory("b", GIB, 2**20)]
+
+    check_room_on_cpu(512, ranks)
+    needed = f"513 KV blocks are {513 * 2**21} bytes for the 2 ranks on node aaaaaaaa"
+    with pytest.raises(StartupFailed, match=f"^{needed}, where {GIB} bytes are free: set kv_cache_memory lower$"):
+        check_room_on_cpu(513, ranks)
 
 
 def test_no_more_than_can_be_used() -> None:

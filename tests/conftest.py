@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from model_shards.errors import ModelSourceError
 from model_shards.sources import resolve_model
@@ -13,6 +14,10 @@ from model_shards.sources import resolve_model
 PROJECT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, which may be by anybody
+
+# How long an example takes says nothing on a machine that others use.
+settings.register_profile("shardserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shardserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,9 +45,18 @@ def shared_folder() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def one_intra_op_thread() -> Iterator[None]:
+    """Whatever another test has set, as an `LLM` in this process does: it holds for the whole process.
+
+    Threads of one operation wait for each other by spinning, on a busy machine for milliseconds an operation.
+    """
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
-def intra_op_threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many threads share one operation of torch, in threads started later too; put back at the end."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def intra_op_threads(one_intra_op_thread: None) -> Callable[[int], None]:
+    """Sets how many threads share one operation of torch, in threads started later too, until the test ends."""
+    return torch.set_num_threads

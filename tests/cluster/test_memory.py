@@ -75,7 +75,7 @@ async def application() -> AsyncIterator[Application]:
     connection = DriverConnection(driver)
     connection.start()
     try:
-        await connection.wait_connected(5)
+        await connection.wait_connected(60)
         completer = Completer(ByteTokenizer(bos=False), None, connection, MODEL.max_model_len)
         yield Application(executor, driver, connection, completer)
     finally:

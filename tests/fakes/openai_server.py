@@ -29,7 +29,9 @@ class FakeBehaviour:
     fails_after_requests: int | None = None  # that many are answered, the rest get a 500
     breaks_after_tokens: int | None = None  # the stream ends without finish_reason
     error_after_tokens: int | None = None  # an error event instead of the rest
-    stalls: bool = False  # a stream that never sends anything
+    stalls_after_requests: int | None = (
+        None  # that many are answered, the rest get a stream without anything in it
+    )
     worker_seconds: list[dict[str, float]] = field(default_factory=list)  # by part, in one scrape after the other
     requests: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
@@ -59,7 +61,9 @@ def build_fake_app(behaviour: FakeBehaviour) -> FastAPI:
         refusal = _refusal(behaviour, body)
         if refusal is not None:
             return refusal
-        return StreamingResponse(_stream(behaviour, body), media_type="text/event-stream")
+        last = behaviour.stalls_after_requests
+        stalls = last is not None and len(behaviour.requests) > last
+        return StreamingResponse(_stream(behaviour, body, stalls=stalls), media_type="text/event-stream")
 
     return app
 
@@ -78,11 +82,11 @@ def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "fake", "code": None}}, status_code=status)
 
 
-async def _stream(behaviour: FakeBehaviour, body: dict[str, Any]) -> AsyncIterator[str]:
+async def _stream(behaviour: FakeBehaviour, body: dict[str, Any], *, stalls: bool) -> AsyncIterator[str]:
     behaviour.running += 1
     behaviour.most_running = max(behaviour.most_running, behaviour.running)
     try:
-        while behaviour.stalls:
+        while stalls:
             await asyncio.sleep(0.05)
         wanted = int(body["max_tokens"])
         for token in range(wanted):

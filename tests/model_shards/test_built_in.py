@@ -158,14 +158,14 @@ def test_many_at_once_fetch_once(registry: Registry, ensure: Callable[[], Path])
     found: list[Path] = []
 
     def use() -> None:
-        everyone_started.wait(timeout=10)
+        everyone_started.wait(timeout=60)
         found.append(ensure())
 
     threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert len(found) == 4
     assert registry.fetched == 1
 

@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from model_shards.errors import PartitionError
@@ -53,7 +53,6 @@ def test_a_shared_kv_head_is_on_every_rank_of_its_group() -> None:
     assert kv_heads == (Span(0, 1), Span(0, 1), Span(1, 2), Span(2, 3))
 
 
-@settings(deadline=None)
 @given(kv=st.integers(1, 40), ratio=st.integers(1, 12), data=st.data())
 def test_heads_are_covered_at_one_ratio_a_rank(kv: int, ratio: int, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, kv * ratio))
@@ -68,7 +67,6 @@ def test_heads_are_covered_at_one_ratio_a_rank(kv: int, ratio: int, data: st.Dat
     assert max(loads) - min(loads) <= ratio
 
 
-@settings(deadline=None)
 @given(
     total=st.integers(1, 3000),
     burdens=st.lists(st.fractions(0, 3000, max_denominator=3), min_size=1, max_size=12),
@@ -122,7 +120,6 @@ def test_heads_go_by_shares(
     assert (sizes(cut[0]), sizes(cut[1])) == (query, kv)
 
 
-@settings(deadline=None)
 @given(kv=st.integers(1, 12), ratio=st.integers(1, 8), data=st.data())
 def test_heads_by_shares_are_covered_at_one_ratio_a_rank(kv: int, ratio: int, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, kv * ratio))

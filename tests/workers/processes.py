@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 class Rank:

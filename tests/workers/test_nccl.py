@@ -57,7 +57,7 @@ def test_the_communicator_is_made_once_all_ranks_are_there(with_a_gpu: None) -> 
         with pytest.raises(RuntimeError):
             NcclGroup(store, 0, 2, SHORT, 5.0)
         store.set("here/1", "")
-        group = NcclGroup(store, 0, 2, SHORT, 5.0)
+        group = NcclGroup(store, 0, 2, LONG, 5.0)
         assert group._group.log == ["connect cuda:0"]
         assert group._group.options._timeout == timedelta(seconds=5)
 

@@ -42,12 +42,13 @@ def test_the_host_buffers_take_turns() -> None:
 
 
 def test_a_buffer_that_the_device_still_reads_is_waited_for() -> None:
-    upload = Upload(CPU, 4, deadline_s=0.01)
-    upload._buffers[0].sent = Event(asks=3)
-    upload.send([np.zeros(4, dtype=np.int64)])
-    upload._buffers[1].sent = Event(asks=10**9)
+    patient, hasty = (Upload(CPU, 4, deadline_s=deadline_s) for deadline_s in (60.0, 0.01))
+    patient._buffers[0].sent = waited_for = Event(asks=3)
+    patient.send([np.zeros(4, dtype=np.int64)])
+    assert waited_for.asks < 0
+    hasty._buffers[0].sent = Event(asks=10**9)
     with pytest.raises(GroupBroken, match=r"not finished a step within 0\.01 s"):
-        upload.send([np.zeros(4, dtype=np.int64)])
+        hasty.send([np.zeros(4, dtype=np.int64)])
 
 
 def test_more_than_the_buffer_holds_is_refused_with_the_numbers() -> None:

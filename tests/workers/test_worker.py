@@ -220,12 +220,12 @@ def test_a_result_has_the_wait_for_its_plan_among_its_timings(alone: Worker, dri
     alone.load()
     alone.allocate(NUM_BLOCKS)
     with run_in_thread(alone, driver):
-        time.sleep(0.05)
+        time.sleep(0.5)  # the thread is waiting long before this is over
         driver.send(first_plan(0))
         result = driver.receive(DEADLINE_S)
     assert isinstance(result, StepResult)
     assert result.outputs == (SequenceOutput(SEQUENCE, (68,)),)
-    assert result.timings.wait >= 0.03
+    assert result.timings.wait >= 0.1
     assert result.timings.forward > 0
 
 

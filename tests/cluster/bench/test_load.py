@@ -101,24 +101,10 @@ async def test_failures_are_reported_and_the_rest_goes_on() -> None:
 
 
 async def test_the_time_limit_cuts_a_level_off() -> None:
-    behaviour = FakeBehaviour()
-    with serve_fake(behaviour) as url:
-        plan = BenchPlan(url=url, concurrency=(2,), requests=4, level_limit_s=0.3)
-        async for _, level in _stalled_after_warm_up(plan, behaviour):
-            assert (level.completed, level.unfinished) == (0, 4)
-            assert notes([level]) == ["2 at once: 4 requests were cut off by the time limit"]
-
-
-async def _stalled_after_warm_up(plan: BenchPlan, behaviour: FakeBehaviour):  # type: ignore[no-untyped-def]
-    async def stall() -> None:
-        while len(behaviour.requests) < 2:
-            await asyncio.sleep(0)
-        behaviour.stalls = True
-
-    stalling = asyncio.create_task(stall())
-    async for item in measure(plan):
-        yield item
-    await stalling
+    behaviour = FakeBehaviour(stalls_after_requests=2)  # which warm up
+    (level,) = await _measure(behaviour, concurrency=(2,), requests=4, level_limit_s=0.3)
+    assert (level.completed, level.unfinished) == (0, 4)
+    assert notes([level]) == ["2 at once: 4 requests were cut off by the time limit"]
 
 
 async def test_a_server_that_refuses_everything_is_one_error() -> None:

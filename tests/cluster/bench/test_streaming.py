@@ -46,7 +46,7 @@ async def test_failures_have_their_reason(behaviour: FakeBehaviour, reason: str)
 
 
 async def test_a_silent_stream_is_a_timeout() -> None:
-    sample = await _run(FakeBehaviour(stalls=True), timeout_s=0.2)
+    sample = await _run(FakeBehaviour(stalls_after_requests=0), timeout_s=1.0)
     assert sample.failure == "timeout (ReadTimeout)"
 
 

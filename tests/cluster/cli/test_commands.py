@@ -129,7 +129,7 @@ def test_a_model_that_does_not_resolve_leaves_nothing(tmp_path: Path) -> None:
         _free_port(),
     ]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
-    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=200)
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: unknown model 'no-such-model'")
     assert result.returncode == 2

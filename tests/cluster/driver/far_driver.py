@@ -24,7 +24,7 @@ class FarDriver:
         self.refuses = False  # what is submitted
         self.slow_calls = 0  # so many calls to end something get no answer
         self.answer: asyncio.Future[None] | None = None  # of a submission, when it is to be held back
-        self.num_submitted = 0
+        self.num_submitted = 0  # that it took
         self.aborts: list[str] = []
         self.finishes: list[tuple[str, int]] = []
         self.contexts: dict[str, str | None] = {}
@@ -61,8 +61,8 @@ class FarDriver:
         if self.refuses:
             raise Unavailable("driver is gone or going")
         self.contexts["submit"] = SERVE_REQUEST.get()
-        self.num_submitted += 1
         await self._here().submit(subscriber_id, request)
+        self.num_submitted += 1
         if self.answer is not None:
             await self.answer
 

@@ -49,8 +49,7 @@ async def tokens(deltas: AsyncIterator[TokenDelta]) -> list[int]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
+    """Within a time that only guards against hanging."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(poll(), 10)

@@ -29,7 +29,7 @@ async def connect() -> AsyncIterator[Connect]:
         far = FarDriver(driver)
         connection = DriverConnection(far, clock)  # type: ignore[arg-type]
         connection.start()
-        await connection.wait_connected(5)
+        await connection.wait_connected(60)
         opened.append((connection, driver))
         return connection, far
 
@@ -60,7 +60,7 @@ async def test_every_choice_ends_once(connect: Connect) -> None:
 
 
 async def test_leaving_a_stream_aborts_it(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     assert far.driver is not None
     engine = far.driver._engine
 
@@ -74,7 +74,7 @@ async def test_leaving_a_stream_aborts_it(connect: Connect) -> None:
 
 
 async def test_a_cancelled_reader_aborts_its_request(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     assert far.driver is not None
     engine = far.driver._engine
     reader = asyncio.create_task(tokens(connection.stream(count_from(1, 400))))
@@ -86,23 +86,23 @@ async def test_a_cancelled_reader_aborts_its_request(connect: Connect) -> None:
 
 
 async def test_a_cancellation_that_comes_with_the_drivers_answer_is_not_lost(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     far.answer = asyncio.get_running_loop().create_future()
     reader = asyncio.create_task(tokens(connection.stream(count_from(1, 400, "left"))))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: far.num_submitted == 1)
 
     far.answer.set_result(None)
     await asyncio.sleep(0)  # the submission ends, and its waiter is about to be told
     reader.cancel()
 
-    await asyncio.wait((reader,), timeout=0.2)
+    await eventually(reader.done)
     assert reader.cancelled()
     await eventually(lambda: "left" in far.aborts)
 
 
 async def test_the_drivers_calls_do_not_belong_to_the_request(connect: Connect) -> None:
     """Serve cancels, with a request, all calls made in its context: an abort must not be one of them."""
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     SERVE_REQUEST.set("a request that is about to be cancelled")
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
@@ -113,21 +113,22 @@ async def test_the_drivers_calls_do_not_belong_to_the_request(connect: Connect) 
 
 
 async def test_finishing_one_choice_leaves_the_others(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     seen: dict[int, list[int]] = {0: [], 1: []}
 
-    async for delta in connection.stream(count_from(1, 60, "two", n=2)):
+    async for delta in connection.stream(count_from(1, 100, "two", n=2)):
         seen[delta.choice] += delta.token_ids
-        if len(seen[0]) == 5 and ("two", 0) not in far.finishes:
+        if len(seen[0]) >= 5 and not far.finishes:
             await connection.finish_choice("two", 0)
 
-    assert seen[1] == list(range(2, 62))
-    assert len(seen[0]) < 60
+    assert seen[1] == list(range(2, 102))
+    assert len(seen[0]) < 100
+    assert far.finishes == [("two", 0)]
     assert seen[0] == list(range(2, 2 + len(seen[0])))
 
 
 async def test_finishing_the_last_choice_ends_the_stream(connect: Connect) -> None:
-    connection, _ = await connect(step_time_s=0.002)
+    connection, _ = await connect(step_time_s=0.01)
     stream = connection.stream(count_from(1, 400, "one"))
     await anext(stream)
 
@@ -138,13 +139,13 @@ async def test_finishing_the_last_choice_ends_the_stream(connect: Connect) -> No
 
 
 async def test_too_many_waiting_is_the_drivers_refusal(connect: Connect) -> None:
-    connection, _ = await connect(
-        step_time_s=0.002, settings={"max_num_seqs": 1, "max_num_batched_tokens": 8, "max_waiting_requests": 1}
+    connection, far = await connect(
+        step_time_s=0.02, settings={"max_num_seqs": 1, "max_num_batched_tokens": 8, "max_waiting_requests": 1}
     )
     running = connection.stream(count_from(1, 400, "running"))
     await anext(running)
     waiting = asyncio.create_task(tokens(connection.stream(count_from(1, 5, "waiting"))))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: far.num_submitted == 2)
 
     with pytest.raises(Overloaded):
         await anext(connection.stream(count_from(1, 5, "refused")))
@@ -154,7 +155,7 @@ async def test_too_many_waiting_is_the_drivers_refusal(connect: Connect) -> None
 
 
 async def test_a_drivers_death_fails_what_is_open_and_its_successor_is_found(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
     dead = far.driver
@@ -170,7 +171,7 @@ async def test_a_drivers_death_fails_what_is_open_and_its_successor_is_found(con
     rig = DriverRig()
     successor = await rig.start()
     far.replace(successor)
-    await connection.wait_connected(10)
+    await connection.wait_connected(60)
     assert await tokens(connection.stream(count_from(1, 5))) == [2, 3, 4, 5, 6]
     assert connection.unavailable_because is None
     assert dead is not None
@@ -200,7 +201,7 @@ async def test_streams_go_on_over_deaths(connect: Connect) -> None:
 
 
 async def test_an_expired_lease_fails_what_was_open(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     assert far.driver is not None
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
@@ -211,7 +212,7 @@ async def test_an_expired_lease_fails_what_was_open(connect: Connect) -> None:
 
     with pytest.raises(Unavailable, match="lease"):
         await tokens(stream)
-    await connection.wait_connected(10)
+    await connection.wait_connected(60)
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
 
 
@@ -223,7 +224,7 @@ def quick_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_lease")
 async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.002)
+    connection, far = await connect(step_time_s=0.01)
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
 
@@ -232,7 +233,7 @@ async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Conne
     with pytest.raises(Unavailable, match="has said nothing for"):
         await tokens(stream)
     far.deaf = far.mute = False
-    await connection.wait_connected(10)
+    await connection.wait_connected(60)
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
 
 
@@ -249,7 +250,7 @@ async def test_what_failed_with_a_silent_driver_does_not_run_on_there(connect: C
         await tokens(stream)
 
     far.deaf = far.mute = False
-    await connection.wait_connected(10)
+    await connection.wait_connected(60)
 
     await eventually(lambda: engine.stats().running == 0)
     assert engine.stats().finished[FinishReason.ABORT] == 1
@@ -286,7 +287,7 @@ async def test_a_driver_that_sends_tokens_is_alive_without_heartbeats(connect: C
 @pytest.mark.usefixtures("quick_lease")
 async def test_a_stall_of_our_own_fails_nothing(connect: Connect) -> None:
     now = [0.0]
-    connection, far = await connect(step_time_s=0.002, clock=lambda: now[0])
+    connection, far = await connect(step_time_s=0.01, clock=lambda: now[0])
     stream = connection.stream(count_from(1, 200))
     await anext(stream)
     far.mute = True  # nothing but the heartbeat can end the silence
@@ -300,7 +301,7 @@ async def test_a_stall_of_our_own_fails_nothing(connect: Connect) -> None:
 
 
 async def test_nothing_is_taken_after_close(connect: Connect) -> None:
-    connection, _ = await connect(step_time_s=0.002)
+    connection, _ = await connect(step_time_s=0.01)
     stream = connection.stream(count_from(1, 400))
     await anext(stream)
 

@@ -42,11 +42,12 @@ async def test_a_refused_request_leaves_nothing_behind(rig: DriverRig) -> None:
 
 
 async def test_requests_of_an_ingress_that_vanished_are_freed(rig: DriverRig) -> None:
-    driver = await rig.start(scripted(step_time_s=0.002))
-    driver._subscriptions._lease_s = 0.05
+    driver = await rig.start(scripted(step_time_s=0.01))
     messages = driver.subscribe("ingress")
     await anext(messages)
     await driver.submit("ingress", count_from(1, 400))
+    driver._subscriptions._lease_s = 0.05
+    driver._subscriptions.renew("ingress")
 
     await eventually(lambda: driver._engine.stats().finished.get(FinishReason.ABORT) == 1)
 

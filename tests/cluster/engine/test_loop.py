@@ -17,7 +17,7 @@ from tests.cluster.engine.rig import Key, counted, make_request
 from tests.fakes.scripted_executor import ScriptedExecutor
 from workers.protocol import SamplingSettings, StepResult
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class Inbox:

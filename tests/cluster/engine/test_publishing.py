@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cluster.engine.publishing import Publisher
 from cluster.generation import TokenDelta
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 def delta(token: int) -> TokenDelta:

@@ -11,11 +11,11 @@ from cluster.engine.recovery import RecoveryBudget, Restart
 from cluster.errors import Overloaded, Unavailable
 from cluster.generation import FinishReason
 from tests.cluster.engine.rig import Key, Rig, counted, make_request
-from tests.cluster.engine.test_loop import Inbox, assert_empty, running, scripted
+from tests.cluster.engine.test_loop import Gate, Inbox, assert_empty, running, scripted
 from tests.cluster.engine.test_machine import mixed
 from tests.fakes.scripted_executor import ScriptedExecutor
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 Outcome = tuple[dict[Key, list[int]], dict[Key, FinishReason]]
 
@@ -130,11 +130,13 @@ def test_clients_see_a_pause_and_nothing_else(depth: int) -> None:
 
 
 def test_requests_come_and_go_while_the_ranks_are_gone(depth: int) -> None:
-    inbox, executor = Inbox(), scripted(die_at_step=9)
+    gate = Gate()
+    inbox, executor = Inbox(), scripted(die_at_step=9, next_token=gate)
     executor.may_restart.clear()
     with running(executor, inbox, depth=depth, max_recoveries=3, max_waiting_requests=2) as engine:
         engine.submit(make_request("stays", 3, 50))
         engine.submit(make_request("leaves", 3, 50, n=3))
+        gate.open.set()  # both are there before the ranks can die
         inbox.wait(lambda: executor.num_restarts == 1 or engine.unavailable_because is not None)
         engine.submit(make_request("comes", 4, 10))
         engine.submit(make_request("comes and leaves", 4, 10))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from cluster.engine.core import EngineCore
 from cluster.generation import GenerationRequest, TokenDelta
-from tests.cluster.engine.test_with_runner import checkpoint, deltas_of, demanding_requests, few_threads, start
+from tests.cluster.engine.test_with_runner import checkpoint, deltas_of, demanding_requests, start
 
-__all__ = ["checkpoint", "few_threads"]
+__all__ = ["checkpoint"]
 
 
 def deltas_with_losses(

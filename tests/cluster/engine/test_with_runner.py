@@ -5,7 +5,6 @@ The scripted tests know what a rank must do; this one knows that the runner does
 choices, chunked prompts and preemptions share the steps.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    """Threads of one operation wait for each other by spinning: on a busy machine that takes seconds a step."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def requests() -> list[GenerationRequest]:
     return [
         GenerationRequest(
@@ -58,7 +49,7 @@ def start(checkpoint: Path, depth: int, prefix_cache: bool = True) -> EngineCore
     sizes = {"max_model_len": _MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 16}
     settings = {"device": "cpu", "dtype": "float32", "block_size": 4, "kv_cache_memory": "16MiB"}
     executor = start_local_group(ClusterConfig.parse({"model": str(checkpoint), **settings, **sizes})).executor
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # it has set as many as there are cores
     executor.capacity = Capacity(_NUM_BLOCKS, 4)  # type: ignore[misc]
     limits = EngineConfig(
         max_model_len=_MAX_MODEL_LEN,
@@ -183,7 +174,6 @@ def start_rank(checkpoint: Path, depth: int, prefix_cache: bool, group: ThreadGr
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_hit_changes_no_bit_of_the_logits(checkpoint: Path, depth: int, num_ranks: int) -> None:
-    torch.set_num_threads(1)
     prompt = tuple(j * 13 % 200 + 1 for j in range(38))
     request = GenerationRequest("r", prompt, SamplingParams(max_tokens=12, temperature=0, seed=0))
 

@@ -116,12 +116,12 @@ class Exchange:
         self._gone.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.task
 
     async def _receive(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_what_a_killed_launcher_leaves_is_ended_and_removed(tmp_path: Path) -> N
         path, daemon = owner.stdout.readline().split()
         assert reclaim_abandoned(tmp_path) == []
         owner.send_signal(signal.SIGKILL)
-        owner.wait(10)
+        owner.wait(60)
     assert reclaim_abandoned(tmp_path) == [Path(path)]
     assert list(tmp_path.iterdir()) == []
     assert not Path("/proc", daemon).exists() or Path("/proc", daemon, "stat").read_text().split()[2] == "Z"

@@ -115,7 +115,7 @@ async def test_a_long_text_leaves_the_loop_free() -> None:
 
     class Waiting(ByteTokenizer):
         def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-            asyncio.run_coroutine_threadsafe(_set(turned), loop).result(timeout=10)
+            asyncio.run_coroutine_threadsafe(_set(turned), loop).result(timeout=60)
             return super().encode(text, add_special_tokens=add_special_tokens)
 
     subject = Completer(Waiting(), None, ScriptedSource(), max_model_len=10**6)

@@ -46,7 +46,7 @@ def test_layout_and_module_agree_on_every_parameter(ranks: int, tied: bool, extr
         assert shapes == {name: layout.local_shape(group.rank) for name, layout in model.layout.items()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kv=st.integers(1, 6),
     ratio=st.integers(1, 5),

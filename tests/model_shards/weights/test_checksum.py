@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,7 +21,6 @@ def of(values: Tensor, row: int = 0, column: int = 0) -> Checksum:
     return add_rows(sums, row_weights(ROWS)[:, row : row + values.shape[0]])
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, ROWS),
     st.integers(0, COLUMNS),
@@ -61,7 +60,6 @@ def test_weights_are_odd_and_all_different() -> None:
 
 
 @given(st.integers(0, ROWS - 1), st.integers(0, COLUMNS - 1), st.integers(0, 31))
-@settings(deadline=None)
 def test_any_flipped_bit_shows(row: int, column: int, bit: int) -> None:
     values = drawn(0)
     before = of(values)

@@ -48,7 +48,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return GgufCheckpoint(GgufHeader(path), head_dim=16), stored
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     rows=st.sets(st.integers(0, 96), min_size=2, max_size=2),
     columns=st.sets(st.integers(0, 160), min_size=2, max_size=2),

@@ -62,6 +62,7 @@ class DriverReplica(Driver):
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr("driver")
         super().__init__(config, _group_starter())
+        self._drain_deadline_s = config.drain_deadline_s
         self._lifeline = LifelineServer(self)
         try:
             lifeline = await self._lifeline.open(_own_address())
@@ -88,9 +89,10 @@ class DriverReplica(Driver):
         return self._card
 
     async def __del__(self) -> None:
-        """Called by Serve once the replica has drained."""
-        await self._lifeline.close()
+        """Called by Serve once it sends nothing more. It knows only of its own calls, not of what they began."""
+        await self.drain(self._drain_deadline_s)
         await self.stop()
+        await self._lifeline.close()
 
 
 @serve.ingress()

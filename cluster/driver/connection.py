@@ -218,8 +218,7 @@ class DriverConnection:
                         if inbox is not None:
                             inbox.put(delta)
                 case Closed(error):
-                    if error is not None:
-                        raise Unavailable(error)
+                    raise Unavailable(error)
                 case other:
                     assert_never(other)
 

@@ -33,9 +33,9 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The last message of a subscription. With an error, the driver has failed; without, subscribe again."""
+    """The last message of a subscription: why this driver makes no more tokens."""
 
-    error: str | None = None
+    error: str
 
 
 DriverMessage = Hello | Deltas | Closed

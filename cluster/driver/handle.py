@@ -91,23 +91,15 @@ class ServeDrivers:
 class AddressedDriver:
     """One replica across the cluster. All calls raise `Unavailable` when it is gone.
 
-    What it must still hear while it drains goes over its lifeline, the rest through Serve.
+    New requests and questions go through Serve, which knows who may be asked; the rest over its lifeline.
     """
 
     def __init__(self, handle: Any, card: DriverCard) -> None:
         self._calls = handle.options(session_id=card.address)
-        self._streams = handle.options(session_id=card.address, stream=True)
         self._lifeline = Lifeline(card.lifeline)
 
-    async def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
-        messages = self._streams.subscribe.remote(subscriber_id)
-        try:
-            async for message in messages:
-                yield message
-        except (RayError, RayServeException) as error:
-            raise as_ours(error) from None
-        finally:
-            messages.cancel()
+    def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
+        return self._lifeline.subscribe(subscriber_id)
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         try:

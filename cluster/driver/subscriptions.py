@@ -1,9 +1,9 @@
 """Who gets which deltas: one outbox for each ingress, held by a lease.
 
 An outbox merges what waits, so a slow reader gets one larger delta for each choice and never a backlog: it is
-bounded by the live choices. The lease, not the end of a stream, decides that an ingress is gone, because Ray does
-not cancel a driver's generator when the ingress is killed; it is cut short when the ingress's line breaks. Lives
-on one event loop. Knows requests and who asked; knows nothing of Serve or engines.
+bounded by the live choices. The lease, not the end of a stream, decides that an ingress is gone: one that was only
+slow opens another stream. It is cut short when the ingress's line breaks. Lives on one event loop. Knows requests
+and who asked; knows nothing of Serve or engines.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from cluster.generation import TokenDelta
 LEASE_S = 15.0  # an ingress, or a driver, that is only slow must not cost anybody a stream
 LOST_LEASE_S = 2.0  # what is left of it once the ingress's line has broken: the ingress has died, or opens another
 HEARTBEAT_S = 0.5  # what an ingress knows of the ranks is so old at the most
-ROTATION_S = 2.0  # an idle stream ends after this and is opened anew: a draining replica must be able to empty
 
 _Choice = tuple[str, int]
 
@@ -51,8 +50,13 @@ class Subscriptions:
     def num_requests(self) -> int:
         return len(self._owners)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has ended and everything has been taken."""
+        return not self._owners and not any(outbox.pending for outbox in self._outboxes.values())
+
     async def stream(self, subscriber_id: str) -> AsyncIterator[DriverMessage]:
-        """Everything for this subscriber until it is idle, is superseded or all is closed."""
+        """Everything for this subscriber until its lease has run out, it is superseded or all is closed."""
         outbox = self._outboxes.setdefault(subscriber_id, _Outbox(0.0))
         self.renew(subscriber_id)
         outbox.stream += 1
@@ -69,13 +73,7 @@ class Subscriptions:
                 yield self._closed
                 return
             outbox.changed.clear()
-            try:
-                async with asyncio.timeout(ROTATION_S):
-                    await outbox.changed.wait()
-            except TimeoutError:
-                if not outbox.open_choices and not outbox.pending:
-                    yield Closed()
-                    return
+            await outbox.changed.wait()
 
     def renew(self, subscriber_id: str) -> bool:
         """Extend the lease. False when there is none: it ran out, or this driver is a new one."""
@@ -143,7 +141,7 @@ class Subscriptions:
                 self._abort(request_id)
         return gone
 
-    def close(self, error: str | None) -> None:
+    def close(self, error: str) -> None:
         """End every stream once what is pending has been taken. Idempotent; the first reason stays."""
         if self._closed is None:
             self._closed = Closed(error)

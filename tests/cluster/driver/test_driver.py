@@ -142,6 +142,36 @@ async def test_stopping_ends_the_ranks_and_the_streams(rig: DriverRig) -> None:
     await driver.stop()
     await driver.stop()
 
-    assert decode(await anext(messages)) == Closed(None)
+    assert decode(await anext(messages)) == Closed("the driver is shutting down")
     assert executor.stopped
     assert rig.exits == []
+
+
+async def test_draining_waits_until_every_request_has_ended_and_been_sent(rig: DriverRig) -> None:
+    driver = await rig.start(scripted(step_time_s=0.002))
+    messages = driver.subscribe("ingress")
+    await anext(messages)
+    await driver.submit("ingress", count_from(1, 40))
+
+    draining = asyncio.create_task(driver.drain(60))
+    tokens: list[int] = []
+    while len(tokens) < 40:
+        message = decode(await anext(messages))
+        assert isinstance(message, Deltas)
+        tokens += [token for delta in message.deltas for token in delta.token_ids]
+        assert not draining.done()
+    await draining
+    assert tokens == list(range(2, 42))
+
+
+async def test_draining_ends_by_its_deadline_and_what_is_open_hears_why(rig: DriverRig) -> None:
+    driver = await rig.start(scripted(step_time_s=0.01))
+    messages = driver.subscribe("ingress")
+    await anext(messages)
+    await driver.submit("ingress", count_from(1, 400))
+
+    await driver.drain(0.05)
+    await driver.stop()
+
+    *_, last = [decode(data) async for data in messages]
+    assert last == Closed("the driver is shutting down")

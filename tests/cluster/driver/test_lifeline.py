@@ -21,6 +21,15 @@ class Driver:
         self.beats: list[str] = []
         self.lost: list[str] = []
         self.hangs = False
+        self.subscribers: list[str] = []
+        self.messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.num_taken = 0
+
+    async def subscribe(self, subscriber_id: str) -> AsyncIterator[bytes]:
+        self.subscribers.append(subscriber_id)
+        while (message := await self.messages.get()) is not None:
+            self.num_taken += 1
+            yield message
 
     async def heartbeat(self, subscriber_id: str) -> DriverStatus:
         self.beats.append(subscriber_id)
@@ -131,6 +140,62 @@ async def test_a_call_given_up_does_not_leave_its_answer_to_the_next(driver: Dri
     await line.abort("one")
     assert await line.heartbeat("me") == STATUS
     assert driver.aborted == ["one"]
+
+
+async def test_a_subscription_carries_messages_of_any_size_beside_the_calls(
+    driver: Driver, line: Lifeline
+) -> None:
+    sent = [b"x", b"y" * 3_000_000, bytes(range(256))]
+    for message in (*sent, None):
+        driver.messages.put_nowait(message)
+    found = []
+    async for message in line.subscribe("me"):
+        found.append(message)
+        assert await line.heartbeat("me") == STATUS
+    assert found == sent
+    assert driver.subscribers == ["me"]
+
+
+async def test_a_slow_reader_is_not_sent_everything(driver: Driver, line: Lifeline) -> None:
+    for _ in range(100):
+        driver.messages.put_nowait(bytes(2**20))
+    subscription = line.subscribe("me")
+    await anext(subscription)
+    await asyncio.sleep(0.2)
+    assert driver.num_taken < 100
+    await subscription.aclose()
+
+
+async def test_a_subscription_that_breaks_off_is_a_driver_that_is_gone(
+    driver: Driver, line: Lifeline, server: LifelineServer
+) -> None:
+    driver.messages.put_nowait(b"first")
+    subscription = line.subscribe("me")
+    assert await anext(subscription) == b"first"
+    waiting = asyncio.create_task(anext(subscription))
+    await server.close()
+    with pytest.raises(Unavailable, match="the driver is gone") as caught:
+        await waiting
+    assert caught.value.retry_after_s > 0
+
+
+async def test_nobody_to_subscribe_to(address: LifelineAddress, server: LifelineServer) -> None:
+    await server.close()
+    with pytest.raises(Unavailable, match="the driver is gone"):
+        await anext(Lifeline(address).subscribe("me"))
+
+
+async def test_whoever_leaves_a_subscription_closes_its_line(
+    driver: Driver, line: Lifeline, server: LifelineServer
+) -> None:
+    driver.messages.put_nowait(b"first")
+    subscription = line.subscribe("me")
+    await anext(subscription)
+    await subscription.aclose()
+    async with asyncio.timeout(60):
+        while server._lines:
+            driver.messages.put_nowait(b"more")
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("nonsense", [b"\n", b"{}\n", b'["no such call","x"]\n', b"[1,2,3,4,5]\n"])

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.driver import subscriptions
 from cluster.driver.delta_codec import Closed, Deltas, DriverMessage, Hello
-from cluster.driver.subscriptions import Subscriptions
+from cluster.driver.subscriptions import Subscriptions, merge
 from cluster.errors import Unavailable
 from cluster.generation import FinishReason, TokenDelta, TokenLogprob
 
@@ -84,8 +83,8 @@ def test_a_merged_delta_says_all_that_its_parts_said() -> None:
         TokenDelta("a", 0, (2,), FinishReason.STOP, logprobs=(two,)),
     )
     whole = TokenDelta("a", 0, (1, 2), FinishReason.STOP, None, (one, two), prompt, 16)
-    assert subscriptions.merge(subscriptions.merge(*parts[:2]), parts[2]) == whole
-    assert subscriptions.merge(parts[0], subscriptions.merge(*parts[1:])) == whole
+    assert merge(merge(*parts[:2]), parts[2]) == whole
+    assert merge(parts[0], merge(*parts[1:])) == whole
 
 
 async def test_a_request_is_forgotten_when_its_last_choice_ends(rig: Rig) -> None:
@@ -198,21 +197,13 @@ async def test_closing_delivers_what_is_pending_and_then_the_reason(rig: Rig) ->
         rig.subscriptions.own("ingress", "b", 1)
 
 
-async def test_an_idle_stream_ends_so_that_a_draining_replica_can(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subscriptions, "ROTATION_S", 0.01)
+async def test_idle_is_who_has_no_request_and_nothing_to_send(rig: Rig) -> None:
     stream = rig.subscriptions.stream("ingress")
     await anext(stream)
-    assert await anext(stream) == Closed()
-
-
-async def test_a_stream_with_open_requests_does_not_rotate(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriptions, "ROTATION_S", 0.01)
-    mine = await opened(rig)
+    assert rig.subscriptions.is_idle
     rig.subscriptions.own("ingress", "a", 1)
-    await asyncio.sleep(0.05)
+    assert not rig.subscriptions.is_idle
     rig.subscriptions.publish([token("a", 1, finish=FinishReason.STOP)])
-
-    assert await mine.get() == Deltas((token("a", 1, finish=FinishReason.STOP),))
-    assert await mine.get() == Closed()
+    assert not rig.subscriptions.is_idle
+    assert await anext(stream) == Deltas((token("a", 1, finish=FinishReason.STOP),))
+    assert rig.subscriptions.is_idle

@@ -109,7 +109,7 @@ def test_torch_free_modules_load_neither_torch_nor_ray() -> None:
     modules = ["shardserve", *torch_free_modules()]
     assert len(modules) > 10
     command = [sys.executable, "-c", program, *modules]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -217,6 +217,12 @@ def test_every_folder_of_tests_is_a_package() -> None:
     # Without it pytest would import tests/cluster as `cluster`, in front of ours.
     folders = {path.parent for path in TESTS}
     assert [shown(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_tests_on_real_clusters_have_a_folder_of_their_own() -> None:
+    # scripts/test runs that folder last, and all others without what is marked so.
+    marked = {shown(path) for path in TESTS if re.search(r"mark\.system\b", path.read_text())}
+    assert marked == {shown(path) for path in (PROJECT / "tests" / "system").glob("test_*.py")}
 
 
 def test_the_architecture_names_every_storey() -> None:

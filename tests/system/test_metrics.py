@@ -15,7 +15,7 @@ from tests.system.processes import all_of, kill, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
 
-TOKENS = 300
+TOKENS = 1000  # long enough for all requests of a test to run at one time
 
 
 def scrape(served: Served) -> Scraped:

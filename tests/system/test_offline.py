@@ -5,11 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.checkpoints import write_counter_model
+from tests.system.processes import marked, shared_files, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -22,8 +23,10 @@ def ours():
     return {name: value for name, value in os.environ.items() if name.startswith(("RAY_AUTH", "RAY_SERVE"))}
 before = ours()
 with LLM(sys.argv[1], tp=2, device="cpu", dtype="float32", kv_cache_memory="16MiB") as llm:
-    print(llm.generate("a", SamplingParams(max_tokens=3, temperature=0))[0].choices[0].text)
-assert ours() == before
+    for completion in llm.generate(["abc", "xyz", [65]], SamplingParams(max_tokens=5)):
+        print(completion.text)
+    print("".join(delta.text for delta in llm.stream("abc", SamplingParams(max_tokens=9, stop=("h",)))))
+print("torch" in sys.modules, ours() == before)
 """
 
 _DEADLY_SCRIPT = """
@@ -45,26 +48,28 @@ with LLM(sys.argv[1], tp=2, **settings) as llm:
 """
 
 
-@pytest.fixture(scope="module")
-def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_counter_model(tmp_path_factory.mktemp("counter")))
+@pytest.fixture
+def counter(counter_path: Path) -> str:
+    return str(counter_path)
 
 
-def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def _python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=_DEADLINE_S,
-        env={**os.environ, "RAY_ADDRESS": ""},
+        env={**os.environ, "RAY_ADDRESS": "", **environment},
         check=False,
     )
 
 
-def test_a_script_may_import_ray_first_and_finds_its_environment_again(counter: str) -> None:
-    ended = _python("-c", _SCRIPT, counter)
+def test_a_script_may_import_ray_first_and_finds_its_environment_again_with_nothing_left(counter: str) -> None:
+    before, marker = shared_files(), uuid.uuid4().hex
+    ended = _python("-c", _SCRIPT, counter, MARKER=marker)
+    assert ended.stdout.splitlines() == ["defgh", "{|}~ ", "BCDEF", "defg", "False True"], ended.stderr
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("bcd\n")
+    wait_until(lambda: shared_files() <= before and not marked(marker), "nothing of it is left")
 
 
 def test_a_batch_file_is_answered_by_two_ranks(counter: str, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """`Client`, `AsyncClient` and `LLM` against real ranks."""
 
 import asyncio
-import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from cluster.errors import ContextOverflow, InvalidRequest, Unavailable
 from cluster.generation import FinishReason, RequestOptions, SamplingParams
 from cluster.llm import LLM
 from tests.system.conftest import Served, counted
-from tests.system.processes import marked, shared_files, wait_until
+from tests.system.processes import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
 
@@ -129,33 +127,7 @@ def test_any_process_of_the_cluster_can_connect_without_torch(served: Served) ->
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "defgh False\n", done.stderr
-
-
-def test_offline_on_a_ray_of_its_own_leaves_nothing(counter_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from shardserve import LLM, SamplingParams\n"
-        "with LLM(sys.argv[1], tp=2, device='cpu', kv_cache_memory='16MiB') as llm:\n"
-        "    for completion in llm.generate(['abc', 'xyz', [65]], SamplingParams(max_tokens=5)):\n"
-        "        print(completion.text)\n"
-        "    stop = SamplingParams(max_tokens=9, stop=('h',))\n"
-        "    print(''.join(delta.text for delta in llm.stream('abc', stop)))\n"
-        "print('torch' in sys.modules)\n"
-    )
-    before = shared_files()
-    marker = uuid.uuid4().hex
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(counter_path)],
-        cwd=PROJECT,
-        env={**os.environ, "MARKER": marker},
-        capture_output=True,
-        text=True,
         timeout=120,
         check=False,
     )
-    assert done.stdout.splitlines() == ["defgh", "{|}~ ", "BCDEF", "defg", "False"], done.stderr
-    wait_until(lambda: shared_files() <= before and not marked(marker), "nothing of it is left")
+    assert done.stdout == "defgh False\n", done.stderr

@@ -149,6 +149,8 @@ def test_a_rank_that_hangs_is_replaced_by_the_step_deadline(served: Served) -> N
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_dies_or_hangs_while_idle(served: Served, end: signal.Signals) -> None:
     recoveries = served.stats().recoveries
+    for pid in all_of(SPARE):  # so that the ranks are away for longer than a look at the health takes
+        kill(pid)
 
     os.kill(all_of(RANK)[0], end)
     wait_until(lambda: not served.is_healthy(), "health is off", deadline_s=10)

@@ -70,7 +70,7 @@ def test_serve_deploy_takes_the_config_and_it_answers(dashboard: str, counter_pa
     file.write_text(yaml.safe_dump(config))
 
     command = [sys.executable, "-m", "ray.serve.scripts", "deploy", str(file), "--address", dashboard]
-    deployed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    deployed = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
 
     def has_settled() -> bool:

@@ -1,86 +1,11 @@
-"""The Ray actor around a worker: loaded without torch, answering while it runs, known to have died."""
+"""The Ray actor around a worker is known without torch; tests/system/test_actor.py has it run."""
 
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
-import ray
-
-from tests.fakes.checkpoints import write_counter_model
-from workers.actor import WorkerActor
-from workers.channel import DriverChannel
-from workers.config import WorkerConfig
-from workers.protocol import NewSequence, SamplingSettings, SequenceId, StepPlan, StepResult
-from workers.reports import CodeIdentity
-
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 def test_the_class_can_be_had_without_torch() -> None:
     code = "import sys, workers.actor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, check=False).returncode == 0
-
-
-@pytest.fixture
-def local_ray() -> Iterator[None]:
-    ray.init(
-        address="local",  # whatever Ray another test has left behind
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
-
-
-def call_all(actors: list[Any], method: str, *arguments: Any) -> list[Any]:
-    answers: list[Any] = ray.get(
-        [getattr(actor, method).remote(*arguments) for actor in actors], timeout=DEADLINE_S
-    )
-    return answers
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("local_ray")
-def test_two_actors_count_answer_while_they_run_and_are_known_to_have_died(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    config = WorkerConfig(
-        model_path=str(write_counter_model(tmp_path_factory.mktemp("counter"))),
-        tensor_parallel_size=2,
-        device="cpu",
-        dtype="float32",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    )
-    actor_class: Any = WorkerActor  # `ray.remote` is not annotated
-    actors = [actor_class.options(num_cpus=1).remote(rank, config) for rank in range(2)]
-    identities = call_all(actors, "identify")
-    mine = CodeIdentity.of_this_process()
-    assert [mine.difference(identity.code, same_node=True) for identity in identities] == [None, None]
-    [address] = call_all(actors[:1], "open_group", True)
-    assert call_all(actors, "join_group", address) == ["shared memory"] * 2
-    call_all(actors, "load")
-    call_all(actors, "allocate", 8)
-    driver = DriverChannel(2, 0, send_deadline_s=DEADLINE_S)
-    runs = [actor.run.remote(endpoint) for actor, endpoint in zip(actors, driver.endpoints, strict=True)]
-    greedy = SamplingSettings(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0)
-    driver.send(StepPlan(0, 0, new=(NewSequence(SequenceId(1), (65,), 1, greedy, (0,), 0, 1),)))
-    result = driver.receive(DEADLINE_S)
-    assert isinstance(result, StepResult)
-    assert result.outputs[0].token_ids == (66,)
-
-    assert [identity.pid for identity in call_all(actors, "identify")] == [identity.pid for identity in identities]
-    os.kill(identities[1].pid, signal.SIGKILL)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(runs[1], timeout=DEADLINE_S)
-    call_all(actors[:1], "stop")
-    assert "a stop was asked for" in ray.get(runs[0], timeout=DEADLINE_S)
-    driver.close()

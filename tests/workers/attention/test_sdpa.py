@@ -12,7 +12,6 @@ from workers.attention.metadata import AttentionMetadata, QueryRange
 from workers.attention.sdpa import PagedAttention
 from workers.attention.select import select_attention
 from workers.errors import WorkerError
-from workers.kv_cache import KvCache
 
 
 def attend(
@@ -40,7 +39,7 @@ def attend(
     def packed(name: str) -> Tensor:
         return torch.cat([getattr(streams[i], name)[slice(*spans[i])] for i in order])
 
-    out = context.attend(layer, packed("query"), packed("key"), packed("value"), window)
+    out = context.attend(layer, packed("heads"), packed("value"), None, window)
     parts = dict(zip(order, torch.split(out, [query.count for query in queries]), strict=True))
     return [parts[i] for i in range(len(spans))]
 
@@ -53,7 +52,7 @@ def attend_in_random_chunks(
     attention: PagedAttention, streams: Sequence[Stream], window: int | None, seed: int
 ) -> list[Tensor]:
     """What attention gives for each whole stream, the last token of each as a decode, whatever came before."""
-    lengths = [len(stream.key) for stream in streams]
+    lengths = [len(stream.value) for stream in streams]
     found: list[list[Tensor]] = [[] for _ in streams]
     done = [0] * len(streams)
     source = torch.Generator().manual_seed(seed)
@@ -130,7 +129,7 @@ def test_layers_of_one_step_may_have_different_windows() -> None:
     streams = {window: Stream(shape, 20, [1, 0], 0, window) for window in (None, 3)}
     step = attention.prepare(AttentionMetadata(torch.arange(20), (QueryRange(0, 20, 20),), 0, np.array([[0, 1]])))
     for layer, (window, stream) in enumerate(streams.items()):
-        found = step.attend(layer, stream.query, stream.key, stream.value, window)
+        found = step.attend(layer, stream.heads, stream.value, None, window)
         torch.testing.assert_close(found, stream.expected, rtol=1e-5, atol=1e-5)
 
 
@@ -140,7 +139,7 @@ def test_more_decodes_than_one_call_holds() -> None:
     count = 3 * attention.decodes_per_call + 1
     streams = [Stream(shape, 1 + number % 3, [number], number) for number in range(count)]
     for place in range(3):
-        here = [number for number in range(count) if len(streams[number].key) > place]
+        here = [number for number in range(count) if len(streams[number].value) > place]
         parts = attend(attention, [streams[number] for number in here], [(place, place + 1)] * len(here))
         for number, part in zip(here, parts, strict=True):
             torch.testing.assert_close(part[0], streams[number].expected[place], rtol=1e-5, atol=1e-5)

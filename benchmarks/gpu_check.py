@@ -170,17 +170,18 @@ def attention_difference(
     )
     cache.layers[0].normal_(generator=generator)
     step = step_over(cache, contexts, counts, width)
-    query, key, value = (
+    query_heads, kv_heads = shape.num_local_query_heads, shape.num_local_kv_heads
+    heads, value = (
         torch.randn(
-            (sum(counts), heads, shape.head_dim),
+            (sum(counts), number, shape.head_dim),
             dtype=cache.dtype,
             device=target.torch_device,
             generator=generator,
         )
-        for heads in (shape.num_local_query_heads, shape.num_local_kv_heads, shape.num_local_kv_heads)
+        for number in (query_heads + kv_heads, kv_heads)
     )
-    expected = ReferenceAttention(cache).prepare(step).attend(0, query, key, value, window)
-    found = target.attention(cache).prepare(step).attend(0, query, key, value, window)
+    expected = ReferenceAttention(cache).prepare(step).attend(0, heads, value, None, window)
+    found = target.attention(cache).prepare(step).attend(0, heads, value, None, window)
     return (found.float() - expected.float()).abs().max().item()
 
 

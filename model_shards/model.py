@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from model_shards.layers.rotary import Rotation
+
 
 class AttentionContext(Protocol):
     """A layer's only way to KV memory and attention kernels, for the batch of one step."""
@@ -14,12 +16,12 @@ class AttentionContext(Protocol):
     def attend(
         self,
         layer: int,
-        query: Tensor,  # [tokens, local query heads, head_dim]
-        key: Tensor,  # [tokens, local KV heads, head_dim], rotated
+        heads: Tensor,  # [tokens, local query heads + local KV heads, head_dim], those of the queries first
         value: Tensor,  # [tokens, local KV heads, head_dim]
+        rotation: Rotation | None,  # None where positions are in the embedding
         window: int | None,
     ) -> Tensor:  # [tokens, local query heads, head_dim]
-        """Write `key` and `value` to the cache of `layer`, then attend causally over each sequence so far.
+        """Rotate `heads`, write keys and `value` to the cache of `layer`, then attend causally over each sequence.
 
         With a `window` a token sees no more than that many keys, the last of them its own.
         """

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model_shards.layers import ops
+from model_shards.layers.rotary import Rotation
 from workers.config import Device, Dtype
 from workers.device import free_memory, torch_dtype
 from workers.errors import OutOfMemory
@@ -78,23 +80,22 @@ class KvCache:
         self,
         slots: Tensor,  # [tokens] int64
     ) -> tuple[Tensor, Tensor]:
-        """Where keys and values of each token and head go, for `write`: two indices, good for all layers."""
+        """Where keys and values of each token and head go, for `store`: two indices, good for all layers."""
         num_slots = self.num_blocks * self.block_size
         heads = torch.arange(self.num_heads, device=slots.device) * num_slots
         keys = (slots[:, None] + heads).view(-1)
         return keys, keys + self.num_heads * num_slots
 
-    def write(
+    def store(
         self,
         layer: int,
         rows: tuple[Tensor, Tensor],  # from `token_rows`
-        key: Tensor,  # [tokens, KV heads, head_dim]
+        heads: Tensor,  # [tokens, query heads + KV heads, head_dim], those of the queries first
         value: Tensor,  # [tokens, KV heads, head_dim]
-    ) -> None:
-        """Store what one layer computed for the tokens of a step."""
-        cache = self._token_rows[layer]
-        cache.index_copy_(0, rows[0], key.reshape(-1, self.head_dim))
-        cache.index_copy_(0, rows[1], value.reshape(-1, self.head_dim))
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, Tensor]:  # queries and keys, rotated
+        """Keep what one layer computed for the tokens of a step."""
+        return ops.rotate_and_store(heads, value, rotation, self._token_rows[layer], rows)
 
     def block_rows(
         self,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model_shards.layers import ops
+from model_shards.layers.rotary import Rotation
 from model_shards.model import ShardedModel
 from workers.config import WorkerConfig
 from workers.device import free_memory
@@ -26,8 +28,11 @@ class MemoryProfile:
 class _NoKeys:
     """An `AttentionContext` without keys: its results have the right shape, that is all."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        return query.contiguous()
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        rotated = heads if rotation is None else ops.rotate(heads, rotation)
+        return rotated[:, : -value.shape[1]].contiguous()
 
 
 def profile_memory(model: ShardedModel, config: WorkerConfig) -> MemoryProfile:

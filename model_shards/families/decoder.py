@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from model_shards.families.decoder_layout import decoder_layout
 from model_shards.layers.attention import Attention
+from model_shards.layers.decoder_layer import DecoderLayer, run_layers
 from model_shards.layers.experts import MixtureOfExperts
 from model_shards.layers.linear import Linear
 from model_shards.layers.mlp import GatedMlp
 from model_shards.layers.norm import RmsNorm
 from model_shards.layers.placement import Placement
-from model_shards.layers.rotary import RotaryTable, Rotation
+from model_shards.layers.rotary import RotaryTable
 from model_shards.layers.vocab import VocabParallelEmbedding
 from model_shards.model import AttentionContext
 from model_shards.partition import ModelLayout, ModelPartition, partition_model
@@ -44,9 +45,7 @@ class Decoder(nn.Module):
         self.layout = decoder_layout(spec, partition)
 
         self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, partition, placement) for index in range(spec.num_layers)
-        )
+        self.layers = nn.ModuleList(_layer(spec, index, partition, placement) for index in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
         self.head = Linear(vocabulary.size, spec.hidden_size, placement)
         self._tied = spec.tied_embeddings
@@ -79,14 +78,8 @@ class Decoder(nn.Module):
         attention: AttentionContext,
     ) -> Tensor:  # [tokens, hidden]
         """Final hidden states, after the last norm; equal on every rank."""
-        rotation = self._rotary.at(positions)
-        residual = self.embedding(token_ids)
-        update: Tensor | None = None
-        for layer in self.layers:
-            update, residual = layer(update, residual, rotation, attention)
-        assert update is not None, "a spec has at least one layer"
-        normed, _ = self.norm.add(update, residual)
-        return normed
+        hidden = self.embedding(token_ids)
+        return run_layers(self.layers, self.norm, hidden, self._rotary.at(positions), attention)
 
     def local_logits(
         self,
@@ -101,30 +94,13 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-class DecoderLayer(nn.Module):
-    """Norm, attention, norm, feed-forward. What a sub-layer adds to the residual is added with the next norm."""
-
-    def __init__(self, spec: ModelSpec, index: int, partition: ModelPartition, placement: Placement) -> None:
-        super().__init__()
-        rank = placement.group.rank
-        query_heads, kv_heads = partition.query_heads[rank].size, partition.kv_heads[rank].size
-        self.attention_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
-        self.attention = Attention(spec, index, query_heads, kv_heads, placement)
-        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
-        feed_forward = MixtureOfExperts if spec.num_experts else GatedMlp
-        self.mlp = feed_forward(spec, partition.ffn_columns[rank].size, placement)
-
-    def forward(
-        self,
-        update: Tensor | None,  # [tokens, hidden] of the layer before; None for the first layer
-        residual: Tensor,  # [tokens, hidden]
-        rotation: Rotation,
-        attention: AttentionContext,
-    ) -> tuple[Tensor, Tensor]:  # both [tokens, hidden]: this layer's update and the residual it belongs to
-        if update is None:
-            normed = self.attention_norm(residual)
-        else:
-            normed, residual = self.attention_norm.add(update, residual)
-        attended = self.attention(normed, rotation, attention)
-        normed, residual = self.mlp_norm.add(attended, residual)
-        return self.mlp(normed), residual
+def _layer(spec: ModelSpec, index: int, partition: ModelPartition, placement: Placement) -> DecoderLayer:
+    rank = placement.group.rank
+    query_heads, kv_heads = partition.query_heads[rank].size, partition.kv_heads[rank].size
+    feed_forward = MixtureOfExperts if spec.num_experts else GatedMlp
+    return DecoderLayer(
+        RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype),
+        Attention(spec, index, query_heads, kv_heads, placement),
+        RmsNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype),
+        feed_forward(spec, partition.ffn_columns[rank].size, placement),
+    )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from model_shards.families.gpt2_layout import gpt2_layout
 from model_shards.layers.attention import Attention
+from model_shards.layers.decoder_layer import DecoderLayer, run_layers
 from model_shards.layers.linear import Linear
 from model_shards.layers.mlp import GeluMlp
 from model_shards.layers.norm import LayerNorm
@@ -43,9 +44,7 @@ class Gpt2(nn.Module):
 
         self.embedding = VocabParallelEmbedding(vocabulary, spec.hidden_size, placement)
         self.positions = LearnedPositions(spec.max_positions, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            Gpt2Layer(spec, index, partition, placement) for index in range(spec.num_layers)
-        )
+        self.layers = nn.ModuleList(_layer(spec, index, partition, placement) for index in range(spec.num_layers))
         self.norm = LayerNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
         self.head = Linear(vocabulary.size, spec.hidden_size, placement)
         self._tied = spec.tied_embeddings
@@ -66,10 +65,7 @@ class Gpt2(nn.Module):
     ) -> Tensor:  # [tokens, hidden]
         """Final hidden states, after the last norm; equal on every rank."""
         hidden = self.embedding(token_ids) + self.positions(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, attention)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return run_layers(self.layers, self.norm, hidden, None, attention)
 
     def local_logits(
         self,
@@ -84,23 +80,12 @@ class Gpt2(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-class Gpt2Layer(nn.Module):
-    """Norm, attention, norm, feed-forward, each pair added to what came in."""
-
-    def __init__(self, spec: ModelSpec, index: int, partition: ModelPartition, placement: Placement) -> None:
-        super().__init__()
-        rank = placement.group.rank
-        query_heads, kv_heads = partition.query_heads[rank].size, partition.kv_heads[rank].size
-        self.attention_norm = LayerNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
-        self.attention = Attention(spec, index, query_heads, kv_heads, placement)
-        self.mlp_norm = LayerNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype)
-        self.mlp = GeluMlp(spec, partition.ffn_columns[rank].size, placement)
-
-    def forward(
-        self,
-        hidden: Tensor,  # [tokens, hidden]
-        attention: AttentionContext,
-    ) -> Tensor:  # [tokens, hidden]
-        hidden = hidden + self.attention(self.attention_norm(hidden), None, attention)
-        output: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return output
+def _layer(spec: ModelSpec, index: int, partition: ModelPartition, placement: Placement) -> DecoderLayer:
+    rank = placement.group.rank
+    query_heads, kv_heads = partition.query_heads[rank].size, partition.kv_heads[rank].size
+    return DecoderLayer(
+        LayerNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype),
+        Attention(spec, index, query_heads, kv_heads, placement),
+        LayerNorm(spec.hidden_size, spec.norm_epsilon, placement.dtype),
+        GeluMlp(spec, partition.ffn_columns[rank].size, placement),
+    )

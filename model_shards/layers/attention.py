@@ -1,12 +1,11 @@
-"""Attention around the kernel: fused query-key-value product, head norms, rotation, output product.
+"""Attention around the kernel: fused query-key-value product, head norms, output product.
 
-Knows this rank's heads; KV memory and kernels stay behind `AttentionContext`.
+Knows this rank's heads; rotation, KV memory and kernels stay behind `AttentionContext`.
 """
 
 import torch
 from torch import Tensor, nn
 
-from model_shards.layers import ops
 from model_shards.layers.linear import Linear, RowParallelLinear
 from model_shards.layers.norm import RmsNorm
 from model_shards.layers.placement import Placement
@@ -33,7 +32,7 @@ class Attention(nn.Module):
         self._layer = layer
         self._window = spec.window_of(layer)
         self._num_query_heads = num_query_heads
-        self._num_rotated_heads = num_query_heads + num_kv_heads
+        self._num_positional_heads = num_query_heads + num_kv_heads
         self._head_dim = spec.head_dim
         self.qkv = Linear(
             (num_query_heads + 2 * num_kv_heads) * spec.head_dim,
@@ -59,16 +58,10 @@ class Attention(nn.Module):
         attention: AttentionContext,
     ) -> Tensor:  # [tokens, hidden], equal on every rank
         heads = self.qkv(hidden).unflatten(1, (-1, self._head_dim))
-        positional, value = heads[:, : self._num_rotated_heads], heads[:, self._num_rotated_heads :]
+        positional, value = heads[:, : self._num_positional_heads], heads[:, self._num_positional_heads :]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self._split(positional)
+            query, key = positional[:, : self._num_query_heads], positional[:, self._num_query_heads :]
             positional = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        if rotation is not None:
-            positional = ops.rotate(positional, rotation.cosine, rotation.sine)
-        query, key = self._split(positional)
-        attended = attention.attend(self._layer, query, key, value, self._window)
+        attended = attention.attend(self._layer, positional, value, rotation, self._window)
         output: Tensor = self.output(attended.flatten(1))
         return output
-
-    def _split(self, positional: Tensor) -> tuple[Tensor, Tensor]:
-        return positional[:, : self._num_query_heads], positional[:, self._num_query_heads :]

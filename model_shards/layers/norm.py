@@ -33,7 +33,7 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Norms the last dimension to mean 0 and deviation 1, then scales and shifts it."""
+    """Norms the last dimension to mean 0 and deviation 1, then scales and shifts it; `add` as above."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -49,3 +49,11 @@ class LayerNorm(nn.Module):
         rows: Tensor,  # [..., size]
     ) -> Tensor:  # [..., size]
         return ops.layer_norm(rows, self.weight, self.bias, self._epsilon)
+
+    def add(
+        self,
+        update: Tensor,  # [tokens, size]
+        residual: Tensor,  # [tokens, size]
+    ) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum as the next residual."""
+        return ops.add_layer_norm(update, residual, self.weight, self.bias, self._epsilon)

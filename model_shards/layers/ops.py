@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_shards.layers.rotary import Rotation
+
 _LOOP_BYTES = 128  # of a vectorised loop of torch: two vectors of the widest kind
 
 
@@ -52,14 +54,42 @@ def layer_norm(
     return F.layer_norm(hidden, (weight.shape[0],), weight, bias, epsilon)
 
 
+def add_layer_norm(
+    update: Tensor,  # [tokens, hidden], what a sub-layer adds
+    residual: Tensor,  # [tokens, hidden]
+    weight: Tensor,  # [hidden]
+    bias: Tensor,  # [hidden]
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:  # both [tokens, hidden]
+    """The normed sum, and the sum itself, which is the next residual."""
+    residual = residual + update
+    return layer_norm(residual, weight, bias, epsilon), residual
+
+
 def rotate(
     heads: Tensor,  # [tokens, heads, head_dim]
-    cosine: Tensor,  # [tokens, 1, head_dim]
-    sine: Tensor,  # [tokens, 1, head_dim], negative in its first half
+    rotation: Rotation,
 ) -> Tensor:  # [tokens, heads, head_dim], contiguous
     """Rotary embedding: turns the pair (i, i + head_dim / 2) of each head by its token's angle."""
     partners = heads.roll(heads.shape[-1] // 2, -1)
-    return partners.mul_(sine).addcmul_(heads, cosine)
+    return partners.mul_(rotation.sine).addcmul_(heads, rotation.cosine)
+
+
+def rotate_and_store(
+    heads: Tensor,  # [tokens, query heads + KV heads, head_dim], those of the queries first
+    value: Tensor,  # [tokens, KV heads, head_dim]
+    rotation: Rotation | None,  # None where positions are in the embedding
+    cache: Tensor,  # [places, head_dim] of one layer
+    places: tuple[Tensor, Tensor],  # of keys and of values, each [tokens * KV heads] int64
+) -> tuple[Tensor, Tensor]:  # queries and keys, rotated
+    """Keys and values go to their places in the cache; both are also what the caller may go on with."""
+    if rotation is not None:
+        heads = rotate(heads, rotation)
+    query, key = heads.tensor_split((-value.shape[1],), dim=1)
+    head_dim = cache.shape[1]
+    cache.index_copy_(0, places[0], key.reshape(-1, head_dim))
+    cache.index_copy_(0, places[1], value.reshape(-1, head_dim))
+    return query, key
 
 
 def silu_and_multiply(

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from model_shards.layers import ops
+from model_shards.layers.rotary import Rotation
+
 
 class PlainAttention:
     """An `AttentionContext` of one sequence. Feed the tokens in order, in chunks of any size."""
@@ -11,7 +14,10 @@ class PlainAttention:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        query, key = query_and_key(heads, value, rotation)
         keys = self._keys[layer] = torch.cat([*self._past(self._keys, layer), key])
         values = self._values[layer] = torch.cat([*self._past(self._values, layer), value])
         ratio = query.shape[1] // key.shape[1]
@@ -26,3 +32,10 @@ class PlainAttention:
     @staticmethod
     def _past(cache: dict[int, Tensor], layer: int) -> list[Tensor]:
         return [cache[layer]] if layer in cache else []
+
+
+def query_and_key(heads: Tensor, value: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    """What `AttentionContext.attend` is given, rotated and parted."""
+    rotated = heads if rotation is None else ops.rotate(heads, rotation)
+    num_kv_heads = value.shape[1]
+    return rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]

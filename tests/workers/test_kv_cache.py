@@ -32,7 +32,7 @@ def test_written_tokens_come_back_by_block() -> None:
     slots = (blocks[:, :, None] * 4 + torch.arange(4)).view(-1)  # eight tokens of each of two sequences
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     key, value = torch.randn(16, 3, 8), torch.randn(16, 3, 8)
-    cache.write(1, cache.token_rows(slots[order]), key[order], value[order])
+    cache.store(1, cache.token_rows(slots[order]), key[order], value[order], None)
     rows = cache.block_rows(blocks)
     gathered = cache.gather(1, rows, torch.empty(len(rows), 4 * 8)).view(2, 2, 3, 8, 8)
     for part, written in enumerate((key, value)):
@@ -42,7 +42,7 @@ def test_written_tokens_come_back_by_block() -> None:
 
 def test_a_write_touches_its_slots_only() -> None:
     cache = make_cache()
-    cache.write(0, cache.token_rows(torch.tensor([9])), torch.ones(1, 3, 8), torch.ones(1, 3, 8))
+    cache.store(0, cache.token_rows(torch.tensor([9])), torch.ones(1, 5, 8), torch.ones(1, 3, 8), None)
     touched = cache.layers[0].any(dim=-1).any(dim=1).any(dim=0)  # [blocks, block_size]
     assert touched.nonzero().tolist() == [[2, 1]]
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from model_shards.layers.rotary import Rotation
 from workers.attention.metadata import DeviceMetadata
 from workers.errors import WorkerError
 from workers.kv_cache import KvCache
@@ -138,9 +139,11 @@ class PagedStep:
         self._slots = attention.cache.token_rows(metadata.slots)
         self._key_starts = summed(metadata.contexts)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
         cache = self._attention.cache
-        cache.write(layer, self._slots, key, value)
+        query, _ = cache.store(layer, self._slots, heads, value, rotation)
         return self._attention.varlen.pages(query, cache.layers[layer], self._metadata, self._key_starts, window)
 
 
@@ -175,9 +178,11 @@ class GatheredStep:
         has_prompts = metadata.num_decodes < len(metadata.contexts)
         self._prompts = _find_prompt_keys(metadata, attention.cache.block_size) if has_prompts else None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
         count = self._metadata.num_decodes
-        self._attention.cache.write(layer, self._slots, key, value)
+        query, key = self._attention.cache.store(layer, self._slots, heads, value, rotation)
         if self._prompts is None:
             return self._decode(layer, query, window)
         prompts = self._attend_prompts(layer, self._prompts, query[count:], key[count:], value[count:], window)

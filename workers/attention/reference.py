@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from model_shards.layers.rotary import Rotation
 from workers.attention.metadata import DeviceMetadata
 from workers.kv_cache import KvCache
 
@@ -36,8 +37,10 @@ class ReferenceStep:
         self._stops = metadata.contexts[sequence] - after  # keys that each token may see
         self._tables = metadata.block_tables[sequence]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        self._cache.write(layer, self._slots, key, value)
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        query, _ = self._cache.store(layer, self._slots, heads, value, rotation)
         return attend_by_formula(query, self._cache.layers[layer], self._tables, self._stops, window)
 
 

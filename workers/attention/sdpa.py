@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from model_shards.layers.rotary import Rotation
 from workers.attention.chunk import ROW_MULTIPLE, chunk_kernel
 from workers.attention.metadata import AttentionMetadata, QueryRange
 from workers.kv_cache import KvCache
@@ -224,16 +225,16 @@ class StepAttention:
     def attend(
         self,
         layer: int,
-        query: Tensor,  # [tokens, local query heads, head_dim]
-        key: Tensor,  # [tokens, local KV heads, head_dim], rotated
+        heads: Tensor,  # [tokens, local query heads + local KV heads, head_dim]
         value: Tensor,  # [tokens, local KV heads, head_dim]
+        rotation: Rotation | None,
         window: int | None,
     ) -> Tensor:  # [tokens, local query heads, head_dim]
-        """Store `key` and `value`, then attend causally over each sequence so far."""
+        """Rotate and store, then attend causally over each sequence so far."""
         if window not in self._plans:
             self._plans[window] = self._attention.plan(self._metadata, window)
         plan = self._plans[window]
-        self._cache.write(layer, self._slots, key, value)
+        query, _ = self._cache.store(layer, self._slots, heads, value, rotation)
         parts = []
         if plan.decode_calls:
             parts.append(self._attend_decodes(layer, plan.decode_calls, query[: self._num_decodes]))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from model_shards.layers import linear
+from model_shards.layers.rotary import Rotation
 from model_shards.weights.loader import load_model
 from tests.fakes.checkpoints import tiny_weights, write_folder, write_tiny_model
 from tests.fakes.gguf_files import write_gguf
-from tests.fakes.plain_attention import PlainAttention
+from tests.fakes.plain_attention import PlainAttention, query_and_key
 from tests.fakes.reference import reference_model
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 from tests.model_shards.families.logits import (
@@ -141,7 +142,10 @@ def test_a_token_has_the_same_bits_in_any_chunk(
 class _ValuesOnly:
     """Attention of each token to itself: what is left of a layer is what this package computes."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        query, key = query_and_key(heads, value, rotation)
         ratio = query.shape[1] // key.shape[1]
         return (value + key).repeat_interleave(ratio, dim=1) + query
 

@@ -12,11 +12,13 @@ from model_shards.errors import CheckpointError
 from model_shards.families.gpt2 import Gpt2
 from model_shards.families.gpt2_layout import gpt2_layout
 from model_shards.layers.placement import Placement
+from model_shards.layers.rotary import Rotation
 from model_shards.partition import partition_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
 from tests.fakes.checkpoints import tiny_weights, write_folder, write_tiny_model
+from tests.fakes.plain_attention import query_and_key
 from tests.fakes.thread_group import ThreadGroup, run_ranks
 from tests.model_shards.families.logits import (
     TOKENS,
@@ -114,7 +116,10 @@ def test_a_token_has_the_same_bits_in_any_chunk(tmp_path: Path) -> None:
     class ValuesOnly:
         """Attention of each token to itself."""
 
-        def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        def attend(
+            self, layer: int, heads: Tensor, value: Tensor, rotation: Rotation | None, window: int | None
+        ) -> Tensor:
+            query, key = query_and_key(heads, value, rotation)
             return query + key + value
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:

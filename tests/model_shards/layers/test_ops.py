@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model_shards.layers import ops
-from model_shards.layers.rotary import RotaryTable
+from model_shards.layers.rotary import RotaryTable, Rotation
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -17,11 +17,16 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def rotated(fused: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """As the attention layer calls it: the leading heads of a wider row."""
     heads = fused.view(len(fused), -1, cosine.shape[-1])
-    return ops.rotate(heads[:, :-1], cosine, sine)
+    return ops.rotate(heads[:, :-1], Rotation(cosine, sine))
 
 
 def add_rms_norm(update: Tensor, residual: Tensor) -> Tensor:
     return torch.cat(ops.add_rms_norm(update, residual, WEIGHT.to(update.dtype), 1e-5), dim=1)
+
+
+def add_layer_norm(update: Tensor, residual: Tensor) -> Tensor:
+    weight = WEIGHT.to(update.dtype)
+    return torch.cat(ops.add_layer_norm(update, residual, weight, -weight, 1e-5), dim=1)
 
 
 WEIGHT = drawn(96, seed=9)
@@ -37,6 +42,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         lambda x: ops.layer_norm(x, WEIGHT.to(x.dtype), -WEIGHT.to(x.dtype), 1e-5),
         [drawn(200, 96)],
     ),
+    "add_layer_norm": (add_layer_norm, [drawn(200, 96), drawn(200, 96, seed=1)]),
     "gelu_tanh": (ops.gelu_tanh, [drawn(200, 672)]),
     "gelu_tanh, odd": (ops.gelu_tanh, [drawn(200, 67)]),
     "silu_and_multiply, 80": (ops.silu_and_multiply, [drawn(200, 2 * 80)]),
@@ -85,6 +91,22 @@ def test_add_rms_norm_returns_the_sum_as_the_residual() -> None:
     assert torch.equal(residual, before)
 
 
+def test_rotate_and_store() -> None:
+    """Two query heads over one KV head, three tokens whose keys go to places 6, 0 and 3 and values one further."""
+    heads, value, cache = drawn(3, 3, 8), drawn(3, 1, 8, seed=1), torch.zeros(9, 8)
+    rotation = RotaryTable(8, 10, 100.0, dtype=torch.float32, device=torch.device("cpu")).at(torch.arange(4, 7))
+    places = torch.tensor([6, 0, 3])
+    query, key = ops.rotate_and_store(heads, value, rotation, cache, (places, places + 1))
+    rotated = ops.rotate(heads, rotation)
+    assert torch.equal(torch.cat((query, key), dim=1), rotated)
+    assert torch.equal(cache[places], rotated[:, 2])
+    assert torch.equal(cache[places + 1], value[:, 0])
+    assert not cache[[2, 5, 8]].any()
+    query, key = ops.rotate_and_store(heads, value, None, cache, (places, places + 1))
+    assert torch.equal(torch.cat((query, key), dim=1), heads)
+    assert torch.equal(cache[places], heads[:, 2])
+
+
 def test_rotation_turns_pairs_by_position() -> None:
     """A dot product of two rotated heads depends on the distance of their positions alone."""
     table = RotaryTable(8, 100, 10_000.0, dtype=torch.float32, device=torch.device("cpu"))
@@ -92,9 +114,7 @@ def test_rotation_turns_pairs_by_position() -> None:
 
     def score(query_position: int, key_position: int) -> float:
         at = [table.at(torch.tensor([position])) for position in (query_position, key_position)]
-        left, right = (
-            ops.rotate(head, turn.cosine, turn.sine) for head, turn in zip((query, key), at, strict=True)
-        )
+        left, right = (ops.rotate(head, turn) for head, turn in zip((query, key), at, strict=True))
         return float((left * right).sum())
 
     assert score(7, 4) == pytest.approx(score(90, 87), abs=1e-4)
@@ -115,6 +135,15 @@ def test_layer_norm() -> None:
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * WEIGHT.double() + 0.5
     found = ops.layer_norm(rows.float(), WEIGHT, torch.full((96,), 0.5), 1e-5)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_add_layer_norm_returns_the_sum_as_the_residual() -> None:
+    update, residual = drawn(4, 96), drawn(4, 96, seed=1)
+    before = residual.clone()
+    normed, total = ops.add_layer_norm(update, residual, WEIGHT, -WEIGHT, 1e-5)
+    assert torch.equal(total, update + before)
+    assert torch.equal(normed, ops.layer_norm(total, WEIGHT, -WEIGHT, 1e-5))
+    assert torch.equal(residual, before)
 
 
 def test_gelu_tanh() -> None:

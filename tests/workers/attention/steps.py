@@ -33,11 +33,10 @@ class Stream:
         def drawn(heads: int) -> Tensor:
             return torch.randn(num_tokens, heads, shape.head_dim, generator=generator)
 
-        self.query, self.key, self.value = map(
-            drawn, (shape.num_local_query_heads, shape.num_local_kv_heads, shape.num_local_kv_heads)
-        )
+        self.heads = drawn(shape.num_local_query_heads + shape.num_local_kv_heads)
+        self.value = drawn(shape.num_local_kv_heads)
         self.blocks = list(blocks)
-        self.expected = PlainAttention().attend(0, self.query, self.key, self.value, window)
+        self.expected = PlainAttention().attend(0, self.heads, self.value, None, window)
 
 
 def make_cache(shape: Shape, num_blocks: int, block_size: int) -> KvCache:
@@ -98,7 +97,7 @@ def attend(
         parts = [getattr(stream, name)[slice(*span)] for stream, span in zip(streams, spans, strict=True)]
         return torch.cat(parts)
 
-    out = step.attend(LAYER, packed("query"), packed("key"), packed("value"), window)
+    out = step.attend(LAYER, packed("heads"), packed("value"), None, window)
     return list(torch.split(out, [end - start for start, end in spans]))
 
 

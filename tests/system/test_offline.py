@@ -14,7 +14,7 @@ from tests.system.processes import marked, shared_files, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
-_DEADLINE_S = 180
+_DEADLINE_S = 350
 _SCRIPT = """
 import os, sys
 import ray  # before anything of ours: Ray has read its environment by then

@@ -4,7 +4,11 @@ Measured on CPU, float32, one thread: `F.linear` gives a row the same bits in an
 bits in 1, 2 or 3, and repacks the weights at each call. oneDNN's packed weights give equal bits for every row
 count and are faster from 2 rows on (49,152 x 576 over two ranks: 1 row 3.7 ms against 10.1 for the 4 rows that
 `F.linear` needs; 32 rows 16 against 23). They are an internal operation of torch, so a probe decides and
-`F.linear` is the fall-back. Knows local shards; knows of other ranks only the sum.
+`F.linear` is the fall-back.
+
+oneDNN keeps what it made for a number of rows, half a megabyte a weight shape, and part of it for ever: a rank
+would grow by gigabytes with the steps of all sizes that it sees. So rows are padded to one of few counts. Knows
+local shards; knows of other ranks only the sum.
 """
 
 from functools import cache
@@ -18,6 +22,7 @@ from model_shards.layers.placement import Placement
 # Fewer rows than this and `F.linear` on CPU takes another path, with other bits. Threads share the rows out, so
 # each needs as many: 5 rows on two threads are 3 and 2.
 _INVARIANT_ROWS = 4
+_EXACT_ROWS = 32  # more are padded to the next of eight counts between two powers of two
 _PACKING_ROWS_HINT = 64  # the row count that the packed layout is made for; with 1, one row gets other bits
 _PROBE_ROWS = (1, 2, 3, 7)
 _PROBE_BATCH = 16
@@ -65,14 +70,24 @@ class Linear(nn.Module):
         self,
         rows: Tensor,  # [rows, in_features]
     ) -> Tensor:  # [rows, out_features]
-        if self._packed is not None:
-            return _multiply_packed(rows, self._packed, self.bias)
-        assert self.weight is not None, "a layer has its weight plain or packed"
-        padding = -rows.shape[0] % (_INVARIANT_ROWS * torch.get_num_threads()) if self._keep_rows else 0
+        count = rows.shape[0]
+        padding = self._padded_count(count) - count
         if padding:
-            padded = F.pad(rows, (0, 0, 0, padding))
-            return F.linear(padded, self.weight, self.bias)[: rows.shape[0]]
-        return F.linear(rows, self.weight, self.bias)
+            rows = F.pad(rows, (0, 0, 0, padding))
+        if self._packed is not None:
+            product = _multiply_packed(rows, self._packed, self.bias)
+        else:
+            assert self.weight is not None, "a layer has its weight plain or packed"
+            product = F.linear(rows, self.weight, self.bias)
+        return product[:count] if padding else product
+
+    def _padded_count(self, count: int) -> int:
+        if self._packed is not None:
+            return few_counts(count)
+        if self._keep_rows:
+            multiple = _INVARIANT_ROWS * torch.get_num_threads()
+            return -(-few_counts(count) // multiple) * multiple
+        return count
 
 
 class RowParallelLinear(nn.Module):
@@ -94,6 +109,14 @@ class RowParallelLinear(nn.Module):
     ) -> Tensor:  # [rows, out_features], equal on every rank
         total = self._group.all_reduce(self.shard(rows))
         return total if self.bias is None else total + self.bias
+
+
+def few_counts(count: int) -> int:
+    """The least number of rows from `count` on that products are made of: at most an eighth more."""
+    if count <= _EXACT_ROWS:
+        return count
+    unit = 1 << ((count - 1).bit_length() - 4)
+    return -(-count // unit) * unit
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -92,6 +92,30 @@ def test_other_dtypes_are_not_packed() -> None:
     assert layer.weight is not None
 
 
+def test_products_are_made_of_few_numbers_of_rows(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps memory for each that it has seen."""
+    made: set[int] = set()
+    multiply, plain = linear._multiply_packed, torch.nn.functional.linear
+
+    def multiply_packed(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        made.add(len(rows))
+        return multiply(rows, packed, bias)
+
+    def multiply_plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made.add(len(rows))
+        return plain(rows, weight, bias)
+
+    weight, rows = drawn(8, 4), drawn(512, 4, seed=1)
+    layer = ready(weight)
+    monkeypatch.setattr(linear, "_multiply_packed", multiply_packed)
+    monkeypatch.setattr(torch.nn.functional, "linear", multiply_plain)
+    for count in range(1, 513):
+        assert layer(rows[:count]).shape == (count, 8)
+        assert count <= max(made) < 1.125 * count + 4 * torch.get_num_threads()
+    assert len(made) <= 64
+    torch.testing.assert_close(layer(rows[:401]), rows[:401] @ weight.T, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_are_not_padded_where_batch_invariance_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "packing_works", lambda out_features, in_features: False)
     weight, rows = drawn(960, 576), drawn(1, 576, seed=1)

@@ -239,7 +239,7 @@ async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Conne
 
 @pytest.mark.usefixtures("quick_lease")
 async def test_what_failed_with_a_silent_driver_does_not_run_on_there(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.01)
+    connection, far = await connect(step_time_s=0.05)
     assert far.driver is not None
     engine = far.driver._engine
     far.driver._subscriptions._lease_s = 0.5
@@ -258,7 +258,7 @@ async def test_what_failed_with_a_silent_driver_does_not_run_on_there(connect: C
 
 @pytest.mark.usefixtures("quick_lease")
 async def test_a_slow_driver_hears_of_every_end_in_the_end(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.01)
+    connection, far = await connect(step_time_s=0.05)
     assert far.driver is not None
     engine = far.driver._engine
     left, stopped = connection.stream(count_from(1, 480, "left")), connection.stream(count_from(1, 480, "stopped"))

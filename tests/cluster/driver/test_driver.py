@@ -60,9 +60,9 @@ async def test_requests_of_an_ingress_that_vanished_are_freed(rig: DriverRig) ->
 
 async def test_heartbeats_keep_a_lease(rig: DriverRig) -> None:
     driver = await rig.start()
-    driver._subscriptions._lease_s = 0.3
+    driver._subscriptions._lease_s = 0.8  # more than a stall that is not found to be one
     await anext(driver.subscribe("ingress"))
-    for _ in range(20):
+    for _ in range(30):
         assert (await driver.heartbeat("ingress")).lease
         await asyncio.sleep(0.05)
     await driver.stop()

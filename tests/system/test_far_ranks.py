@@ -57,7 +57,7 @@ def wait_well(url: str, gone: int) -> None:
     def is_well() -> bool:
         return health(url).status_code == 200 and len(all_of(RANK)) == 2 and gone not in all_of(RANK)
 
-    wait_until(is_well, "the group is back", 60)
+    wait_until(is_well, "the group is back")
     body = {"model": "counter", "prompt": "abc", "max_tokens": 8}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.json()["choices"][0]["text"] == counted("c", 8)

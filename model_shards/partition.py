@@ -90,7 +90,7 @@ class ParameterLayout:
         return prod(self.local_shape(rank))
 
 
-ModelLayout = Mapping[str, ParameterLayout]  # parameter name -> layout, in the order in which a model is filled
+ModelLayout = Mapping[str, ParameterLayout]  # parameter name -> layout, in the order of the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class ModelPlan:
 
     @property
     def cuts(self) -> tuple[TensorCut, ...]:
-        """In the order in which a model is filled."""
+        """In the order of the model."""
         found: dict[str, TensorCut] = {}
         for parameter in self.layout.values():
             for piece in parameter.pieces:

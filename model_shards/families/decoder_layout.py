@@ -11,7 +11,7 @@ _cut, _whole, _stacked = ParameterLayout.cut, ParameterLayout.whole, ParameterLa
 
 
 def decoder_layout(spec: ModelSpec, partition: ModelPartition) -> ModelLayout:
-    """Parameter name -> layout, in the order in which a model is filled."""
+    """Parameter name -> layout, in the order of the model."""
     vocabulary = ((spec.vocab_size, spec.hidden_size), partition.vocabulary)
     layout = {"embedding.weight": _cut("embedding.weight", *vocabulary)}
     for index in range(spec.num_layers):

@@ -12,7 +12,7 @@ _cut, _whole = ParameterLayout.cut, ParameterLayout.whole
 
 
 def gpt2_layout(spec: ModelSpec, partition: ModelPartition) -> ModelLayout:
-    """Parameter name -> layout, in the order in which a model is filled."""
+    """Parameter name -> layout, in the order of the model."""
     hidden, ffn, ranks = spec.hidden_size, spec.intermediate_size, partition.num_ranks
     vocabulary = ((spec.vocab_size, hidden), partition.vocabulary)
 

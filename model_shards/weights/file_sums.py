@@ -1,13 +1,14 @@
 """Checksums of all tensors of a model's files, by a reading of its own: the other side of the shard proof.
 
 Shares no code with what loads a rank: safetensors headers are parsed here, GGUF blocks are decoded by the `gguf`
-package, and rows are read in file order, whoever holds them. Ranks share the work by rows. Knows file formats and
-positions; knows nothing of partitions, layouts or models.
+package, and rows are read in file order, whoever holds them. Ranks share the work by rows, and a rank's threads by
+tensors. Knows file formats and positions; knows nothing of partitions, layouts or models.
 """
 
 import json
 import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,16 @@ def file_sums(path: Path, dtype: torch.dtype, *, share: int, num_shares: int) ->
 
     The shares of all ranks add up to whole tensors. Raises `CheckpointError`.
     """
-    sums: dict[str, Checksum] = {}
-    for tensor in _raw_tensors(path):
+
+    def sum_of(tensor: RawTensor) -> tuple[str, Checksum] | None:
         num_rows, num_columns = tensor.shape
         start, stop = (num_rows * part // num_shares for part in (share, share + 1))
-        if start < stop:
-            sums[tensor.name] = _checksum(tensor, Span(start, stop), Span(0, num_columns), dtype)
-    return sums
+        if start == stop:
+            return None
+        return tensor.name, _checksum(tensor, Span(start, stop), Span(0, num_columns), dtype)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return dict(found for found in threads.map(sum_of, _raw_tensors(path)) if found is not None)
 
 
 def differing(
@@ -103,7 +107,7 @@ def _checksum(tensor: RawTensor, rows: Span, columns: Span, dtype: torch.dtype) 
 
 
 def _raw_tensors(path: Path) -> Iterator[RawTensor]:
-    """One file after the other, each mapped while its tensors are read."""
+    """Of one file after the other, each mapped as long as a tensor of it is in use."""
     if not path.is_dir():
         yield from _gguf_tensors(path)
         return

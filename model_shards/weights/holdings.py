@@ -6,8 +6,10 @@ Knows models, layouts and places; reads no weight files.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,12 +33,13 @@ def holdings_of(model: Model, path: Path, rank: int) -> tuple[Holding, ...]:
     `path` is where the model was loaded from. Raises `CheckpointError` naming a parameter that was never filled.
     """
     _, checkpoint = open_checkpoint(path)
-    with closing(checkpoint):
-        return tuple(
-            holding
-            for name, layout in _parameters(model)
-            for holding in _holdings_in(model, name, layout, rank, checkpoint)
-        )
+
+    def held_as(parameter: tuple[str, ParameterLayout]) -> list[Holding]:
+        return _holdings_in(model, *parameter, rank, checkpoint)
+
+    is_on_cpu = model.embedding.weight.device.type == "cpu"
+    with closing(checkpoint), ThreadPoolExecutor(torch.get_num_threads() if is_on_cpu else 1) as threads:
+        return tuple(chain.from_iterable(threads.map(held_as, _parameters(model))))
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, ParameterLayout]]:
@@ -93,18 +96,22 @@ class _Part:
         outputs = Span(offset + spans[0].start, offset + spans[0].stop)
         inputs = spans[1] if len(spans) == 2 else Span(0, 1)
         if place.transposed:
-            output_weights = column_weights(size)[_rows_in_file(place, outputs)].expand(2, -1)
+            output_weights = _as_in_file(column_weights(size), outputs, place).expand(2, -1)
             input_weights = row_weights(shape[1])[:, inputs.start : inputs.stop]
             return cls(place.name, inputs, outputs, output_weights, input_weights)
-        output_weights = row_weights(size)[:, _rows_in_file(place, outputs)]
+        output_weights = _as_in_file(row_weights(size), outputs, place)
         input_weights = column_weights(shape[1])[None, inputs.start : inputs.stop]
         return cls(place.name, outputs, inputs, output_weights, input_weights)
 
 
-def _rows_in_file(place: StoredTensor, outputs: Span) -> Tensor:
-    """Where the file has each of the model's rows `outputs`."""
-    row = torch.arange(outputs.start, outputs.stop)
+def _as_in_file(
+    weights: Tensor,  # [..., rows of the file]
+    outputs: Span,
+    place: StoredTensor,
+) -> Tensor:  # [..., outputs]
+    """Those of the model's rows `outputs`, from where the file has each of them."""
     if not place.interleaved:
-        return row
+        return weights[..., outputs.start : outputs.stop]
+    row = torch.arange(outputs.start, outputs.stop)
     within, half = row % place.interleaved, place.interleaved // 2
-    return row - within + 2 * (within % half) + within // half
+    return weights[..., row - within + 2 * (within % half) + within // half]

@@ -1,7 +1,7 @@
 """Fills one rank's shard of a model from its files, each parameter exactly once, reading only what the rank holds.
 
-Peak memory is the shard and one tensor: a parameter beside its packed form, while it is packed. Knows layouts and
-checkpoints; of file formats only which there are.
+Peak memory is less than the shard and one tensor: a parameter is there twice while it is packed, and the largest
+come first, when little is beside them. Knows layouts and checkpoints; of file formats only which there are.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def fill(
     checkpoint.check([piece.tensor for parameter in layout.values() for piece in parameter.pieces])
     total = sum(parameter.local_size(rank) for parameter in layout.values()) * dtype.itemsize
     done = 0
-    for name, parameter in layout.items():
+    for name, parameter in sorted(layout.items(), key=lambda each: -each[1].local_size(rank)):
         filled = _read_parameter(checkpoint, parameter, rank, device, dtype)
         module = _set_parameter(model, name, filled)
         # At once, not at the end: the next tensor reuses the memory of the plain copy (first touch is what costs).

@@ -73,6 +73,16 @@ def test_ranks_read_each_tensor_once_and_only_their_part() -> None:
         assert reads["layers.0.attention.output.weight"] == (Span(0, 48), (Span(0, 24), Span(24, 36))[group.rank])
 
 
+def test_the_largest_parameters_are_filled_first() -> None:
+    """While one is packed it is there twice: no matter, as long as others are still to come."""
+    for group in ThreadGroup.of(2):
+        model, checkpoint = filled(group)
+        place = {tensor: index for index, (tensor, _) in enumerate(checkpoint.reads)}
+        parameters = sorted(model.layout.values(), key=lambda parameter: place[parameter.pieces[0].tensor])
+        sizes = [parameter.local_size(group.rank) for parameter in parameters]
+        assert sizes == sorted(sizes, reverse=True)
+
+
 def test_fused_rows_lie_in_the_order_of_the_pieces() -> None:
     model, _ = filled(ThreadGroup.of(2)[1])
     fused = model.get_submodule("layers.0.attention.qkv").dense_weight()  # type: ignore[operator]

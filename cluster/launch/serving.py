@@ -97,10 +97,12 @@ def wait_running(name: str, *, deadline_s: float, on_line: Callable[[str], None]
     shown = 0
     unplaced = UnplacedDrivers(name)
     while time.monotonic() < deadline:
-        lines = start_log.read()
-        for line in lines[shown:]:
+        log = start_log.read()
+        for line in log.lines[shown:]:
             on_line(line)
-        shown = len(lines)
+        shown = len(log.lines)
+        if log.failure is not None:
+            raise StartupFailed(log.failure)
         if unplaced.look():
             on_line(f"still waiting for a place: {unplaced.demand}")
         application = serve.status().applications.get(name)

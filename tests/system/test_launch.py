@@ -184,6 +184,20 @@ def test_what_a_killed_launcher_leaves_is_reclaimed(counter: str) -> None:
     assert not folder.exists()
 
 
+def test_it_ends_and_says_so_when_rays_gcs_is_lost(counter: str) -> None:
+    with _launched(*_serve(counter, _free_port())) as launcher:
+        launcher.wait_ready()
+        folder = launcher.folder
+        (gcs,) = [pid for pid, title in descendants(launcher.process.pid).items() if "/gcs_server " in title]
+        kill(gcs)
+        assert launcher.wait() == 1, launcher.output
+    said = "^error: Ray's gcs_server.* has ended, and with it this Ray"
+    assert re.search(said, launcher.output, re.MULTILINE), launcher.output
+    assert "Traceback" not in launcher.output
+    assert processes_writing(folder) == []
+    assert not folder.exists()
+
+
 def test_it_may_be_killed_any_number_of_times(counter: str, request: pytest.FixtureRequest) -> None:
     """At any moment of its start, alone or with some of what it has started: the next start clears away."""
     before, marker = shared_files(), uuid.uuid4().hex

@@ -9,12 +9,13 @@ import logging
 import os
 import select
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from cluster.driver.exits import last_words, oom_kills
 from cluster.driver.placement import Placement, Seat
@@ -73,7 +74,7 @@ class GuardActor(Guard):
 
 
 class NodeGuard:
-    """The driver's end of one. `is_lost` once it is known not to answer any more."""
+    """The driver's end of one. `is_lost` once it has not answered: nobody waits for it a second time."""
 
     def __init__(self, placement: Placement, seat: Seat) -> None:
         actor: Any = GuardActor  # what `ray.remote` makes of the class, Ray does not annotate
@@ -87,11 +88,11 @@ class NodeGuard:
 
     def last_words(self, pid: int) -> str | None:
         """As `Guard` says it; None also without an answer."""
-        words: str | None = self._ask(self._actor.last_words.remote(pid))
+        words: str | None = self._ask(lambda actor: actor.last_words.remote(pid))
         return words
 
     def kill(self, pid: int) -> None:
-        self._ask(self._actor.kill.remote(pid))
+        self._ask(lambda actor: actor.kill.remote(pid))
 
     def end(self) -> None:
         """Leave no process. Idempotent."""
@@ -99,10 +100,12 @@ class NodeGuard:
         with suppress(RayError):
             ray.kill(self._actor)
 
-    def _ask(self, ref: Any) -> Any:
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        if self.is_lost:
+            return None
         try:
-            return ray.get(ref, timeout=_ANSWER_S)
+            return ray.get(call(self._actor), timeout=_ANSWER_S)
         except RayError as error:
-            self.is_lost = self.is_lost or isinstance(error, RayActorError)
+            self.is_lost = True
             logger.warning("the guard of a node does not answer: %s", str(error).partition("\n")[0])
             return None

@@ -7,8 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
-from cluster.driver.node_guard import Guard
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from cluster.driver import node_guard
+from cluster.driver.node_guard import Guard, NodeGuard
+from cluster.driver.placement import Seat
 
 _SAYS = "import sys, time; print('last\\nwords', file=sys.stderr, flush=True); print(flush=True); time.sleep(60)"
 
@@ -63,3 +70,21 @@ def test_those_that_have_ended_cost_no_descriptor(tmp_path: Path) -> None:
             pass
     guard.watch(2**22, "")  # of a pid that nobody has
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nobody_waits_twice_for_a_guard_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = 0
+
+    def get(ref: Any, timeout: float) -> Any:
+        nonlocal waits
+        waits += 1
+        raise GetTimeoutError
+
+    monkeypatch.setattr(node_guard, "GuardActor", MagicMock())
+    monkeypatch.setattr("ray.get", get)
+    guard = NodeGuard(MagicMock(), Seat(1, 1, "there"))
+    guard.kill(7)
+    assert guard.is_lost
+    assert guard.last_words(7) is None
+    guard.kill(8)
+    assert waits == 1

@@ -11,11 +11,10 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, Self
 
 import ray
-from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from cluster.driver.handle import as_ours
+from cluster.driver.handle import app_handle, as_ours
 from cluster.errors import DeadlineExceeded, InvalidConfig, ShardserveError, Unavailable
 from cluster.generation import Completion, RequestOptions, SamplingParams, TextDelta
 from cluster.launch.running import join_ray
@@ -52,7 +51,7 @@ class _Connected:
         if not ray.is_initialized():
             join_ray(address)
         try:
-            return cls(serve.get_app_handle(application), timeout_s)
+            return cls(app_handle(application), timeout_s)
         except RayServeException as error:
             raise Unavailable(f"no application {application!r} on this cluster: {error}") from error
 

@@ -6,6 +6,7 @@ Knows which call goes which way and which errors mean "gone"; knows nothing of e
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from ray import serve
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -62,6 +63,17 @@ class Drivers(Protocol):
         ...
 
     def reach(self, card: DriverCard) -> ReachedDriver: ...
+
+
+def app_handle(application: str) -> Any:
+    """A handle of that application's ingress, for any thread. Raises `RayServeException` when there is none.
+
+    Left to itself, Serve makes handles under RAY_SERVE_THROUGHPUT_OPTIMIZED that only an event loop can use.
+    """
+    handle: Any = serve.get_app_handle(application)
+    if not handle.is_initialized:
+        handle._init(_run_router_in_separate_loop=True)
+    return handle
 
 
 class ServeDrivers:

@@ -118,6 +118,8 @@ class Launch:
     def _ray_environment(self, folder: Path) -> dict[str, str]:
         stats_port, metrics_port = _free_ports(2)
         proxy = AUTO_PROXY if self.options.proxy == "auto" else self.options.proxy
+        if proxy == "haproxy":
+            ray_node.write_haproxy_starter(folder, os.environ)
         return ray_node.ray_environment(
             folder, proxy, os.environ, stats_port=stats_port, metrics_port=metrics_port
         )

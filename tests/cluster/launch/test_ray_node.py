@@ -1,13 +1,22 @@
 """Ray's environment: authentication and HAProxy's files inside the run folder, whatever was set before."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cluster.errors import StartupFailed
 from cluster.launch import ray_node
-from cluster.launch.ray_node import check_gpus, connect_ray, ray_environment, start_ray, telling_line
+from cluster.launch.ray_node import (
+    check_gpus,
+    connect_ray,
+    ray_environment,
+    start_ray,
+    telling_line,
+    write_haproxy_starter,
+)
 
 _FOLDER = Path("/tmp/shardserve-run-00000000")
 
@@ -36,10 +45,27 @@ def test_haproxy_keeps_everything_in_the_folder() -> None:
     assert settings["RAY_SERVE_HAPROXY_STATS_PORT"] == "8501"
     assert settings["RAY_SERVE_HAPROXY_METRICS_PORT"] == "8502"
     paths = [value for value in settings.values() if value.startswith("/")]
-    assert len(paths) == 6
+    assert len(paths) == 7
     assert all(Path(path).is_relative_to(_FOLDER) for path in paths)
     sockets = [Path(value) for name, value in settings.items() if name.endswith("SOCKET_PATH")]
     assert all(len(str(path.parent / ("f" * 56) / path.name)) <= 97 for path in sockets)
+
+
+def test_haproxy_is_started_outside_the_terminals_process_group(tmp_path: Path) -> None:
+    binary = tmp_path / "a binary"
+    binary.write_text(f"#!{sys.executable}\nimport os, sys\nprint(os.getsid(0) == os.getpid(), sys.argv[1:])\n")
+    binary.chmod(0o700)
+    settings = ray_environment(tmp_path, "haproxy", {}, stats_port=1, metrics_port=2)
+    write_haproxy_starter(tmp_path, {"RAY_SERVE_HAPROXY_BINARY_PATH": str(binary)})
+    command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-f", "a file"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "True ['-f', 'a file']\n"
+
+
+def test_haproxy_is_the_one_that_ray_brings(tmp_path: Path) -> None:
+    write_haproxy_starter(tmp_path, {})
+    found = subprocess.run([tmp_path / "haproxy", "-v"], capture_output=True, text=True, timeout=60, check=True)
+    assert "HAProxy" in found.stdout
 
 
 def test_serves_own_proxy_is_set_explicitly() -> None:

@@ -109,6 +109,8 @@ def main(wanted: Wanted, folder: str) -> None:
                 for pid in (raylet, *descendants(raylet)):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+            case ["add", cpus]:
+                nodes.append(cluster.add_node(num_cpus=int(cpus), **common))
             case ["kill-gcs"]:
                 first.kill_gcs_server()
             case ["start-gcs"]:

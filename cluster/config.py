@@ -53,7 +53,9 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="local folder, .gguf file, hub id org/name[@revision], or a built-in name")
-    served_model_name: str | None = Field(None, description="the name in the API; default: from `model`")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="the name in the API; default: from `model`"
+    )
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="ranks that hold the model together")
     shard_weights: Shares | None = Field(
         None, description="how the ranks' shards stand to each other, a number a rank: [2, 1]; default: equal"

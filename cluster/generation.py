@@ -16,6 +16,7 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_TEXT_CHARACTERS = 4096  # of a stop string or bad word
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARACTERS = 256
 
@@ -133,6 +134,11 @@ def _check_texts(name: str, texts: Sequence[str], most: int) -> None:
         raise InvalidRequest(f"{name} takes at most {most} strings, not {len(texts)}", name)
     if any(not text for text in texts):
         raise InvalidRequest(f"{name} must not contain an empty string", name)
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_TEXT_CHARACTERS:
+        raise InvalidRequest(
+            f"{name} takes strings of at most {MAX_TEXT_CHARACTERS} characters, not {longest}", name
+        )
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:

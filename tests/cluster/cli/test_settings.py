@@ -73,6 +73,11 @@ def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
         ({"model": "m"}, f"kv_cache_memory: {'9' * 5000}", "not YAML"),
         ({"model": "m", "kv_cache_memory": "9" * 400}, None, "--kv-cache-memory: a size in bytes must be below"),
         (
+            {"model": "m", "served_model_name": ""},
+            None,
+            "--served-model-name: string should have at least 1 character",
+        ),
+        (
             {"model": "m", "max_num_seqs": 600},
             None,
             "max_num_batched_tokens (512) must be at least max_num_seqs (600)",

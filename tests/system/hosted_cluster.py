@@ -17,20 +17,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.system.processes import descendants
+from tests.system.processes import all_of, descendants, wait_until
 
 APPLICATION = "shardserve"
+INGRESS = "ray::ServeReplica:shardserve:Ingress"
 _ANSWER_S = 150.0
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """`nodes` are CPUs by node, the first of them the head; `settings` are those of `build`."""
+    """`nodes` are CPUs by node, the first of them the head; `settings` are those of `build`.
+
+    With `ingress_on_head` the other nodes come once the ingress has its place, which is Ray's choice else.
+    """
 
     port: int
     nodes: list[int]
     settings: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
+    ingress_on_head: bool = False
 
 
 class HostedCluster:
@@ -97,10 +102,26 @@ def main(wanted: Wanted, folder: str) -> None:
     head, *others = wanted.nodes
     cluster = Cluster(initialize_head=True, head_node_args={**common, "num_cpus": head, "temp_dir": f"{folder}/r"})
     first: Any = cluster.head_node  # Ray says it may be None
-    nodes = [first, *(cluster.add_node(num_cpus=cpus, **common) for cpus in others)]
+    nodes = [first]
+
+    def add(cpus: int) -> None:
+        nodes.append(cluster.add_node(num_cpus=cpus, **common))
+
+    if not wanted.ingress_on_head:
+        for cpus in others:
+            add(cpus)
     ray.init(address=cluster.address, log_to_driver=False)
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=wanted.port))
-    serve.run(build(wanted.settings), name=APPLICATION)
+    application = build(wanted.settings)
+    if wanted.ingress_on_head:
+        target = serve.RunTarget(application, name=APPLICATION)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        wait_until(lambda: bool(all_of(INGRESS)), "the ingress has a process")
+        for cpus in others:
+            add(cpus)
+        wait_until(lambda: serve.status().applications[APPLICATION].status == "RUNNING", "the application runs")
+    else:
+        serve.run(application, name=APPLICATION)
     print_done()
     for line in sys.stdin:
         match line.split():
@@ -109,8 +130,8 @@ def main(wanted: Wanted, folder: str) -> None:
                 for pid in (raylet, *descendants(raylet)):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            case ["add", cpus]:
-                nodes.append(cluster.add_node(num_cpus=int(cpus), **common))
+            case ["add", number]:
+                add(int(number))
             case ["kill-gcs"]:
                 first.kill_gcs_server()
             case ["start-gcs"]:

@@ -65,16 +65,16 @@ def answer_of(cluster: HostedCluster) -> str:
 
 def test_a_group_whose_node_is_lost_comes_back_once_there_is_room(counter_path: Path) -> None:
     """The head has no CPU, so the group is on the one other node, and for a while nowhere has room for it."""
-    wanted = Wanted(free_port(), [0, 2], settings(counter_path, 2))
+    wanted = Wanted(free_port(), [0, 2], settings(counter_path, 2), ingress_on_head=True)
     with hosted(wanted) as cluster:
         assert answer_of(cluster) == counted("c", 8)
         cluster.tell("lose 1")
-        wait_until(lambda: "2 bundles of 1 CPU wanted" in cause_of(cluster), "it is said what is missing", 60)
+        wait_until(lambda: "2 bundles of 1 CPU wanted" in cause_of(cluster), "it is said what is missing")
         refused = ask(cluster)
         assert refused.status_code == 503, refused.text
         assert int(refused.headers["retry-after"]) >= 1
         cluster.tell("add 2")
-        wait_until(lambda: is_healthy(cluster), "the group is back", 120)
+        wait_until(lambda: is_healthy(cluster), "the group is back")
         assert answer_of(cluster) == counted("c", 8)
 
 

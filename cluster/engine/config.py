@@ -17,6 +17,7 @@ class EngineConfig:
     step_deadline_s: float = 60.0  # a step that takes longer is a failure
     heartbeat_interval_s: float = 0.5  # an idle engine proves this often that the ranks can run a step
     heartbeat_late_s: float = 0.75  # one that takes longer makes health false
+    step_late_s: float = 2.0  # a step that takes longer, and much longer than those before it, does so too
     heartbeat_deadline_s: float = 10.0  # and this long is a failure, even where a step may take longer
     max_recoveries: int = 5  # restarts of lost ranks in `recovery_window_s`; one more and the engine gives up
     recovery_window_s: float = 300.0
@@ -40,6 +41,7 @@ class EngineConfig:
             "step_deadline_s",
             "heartbeat_interval_s",
             "heartbeat_late_s",
+            "step_late_s",
             "heartbeat_deadline_s",
             "recovery_window_s",
         ):

@@ -10,6 +10,7 @@ from cluster.engine.admission import max_total_tokens
 from cluster.engine.block_pool import BlockPool
 from cluster.engine.config import EngineConfig
 from cluster.engine.executor import Executor
+from cluster.engine.lateness import Lateness
 from cluster.engine.outage import OutageReport
 from cluster.engine.outputs import apply_result, final_delta
 from cluster.engine.scheduler import Scheduler
@@ -31,6 +32,7 @@ class EngineCore:
         self._capacity = executor.capacity
         self.pool = BlockPool(self._capacity.num_blocks, self._capacity.block_size)
         self.scheduler = Scheduler(config, self.pool, executor.incarnation)
+        self.lateness = Lateness(config, clock)
         self._requests: dict[str, dict[int, Sequence]] = {}  # live choices of live requests
         self._not_started: set[str] = set()
         self._counters = Counters()
@@ -101,6 +103,7 @@ class EngineCore:
     def lose_ranks(self) -> None:
         """After a failure: what lives waits for other ranks. Requests may come and go meanwhile."""
         self.scheduler.forget_ranks()
+        self.lateness.forget()
         self._was_idle = True
 
     def end_suspects(self, cause: str) -> list[TokenDelta]:
@@ -182,7 +185,9 @@ class EngineCore:
 
     def _take_result(self) -> list[TokenDelta]:
         plan, _ = self.scheduler.in_flight[0]
+        self.lateness.begin(plan)
         result = self._executor.take_result(self._deadline_s(plan))
+        self.lateness.end()
         deltas = apply_result(self.scheduler, result)
         self._forget_finished(deltas)
         self._counters.steps += 1

@@ -64,7 +64,6 @@ class Engine:
         self._outbox: list[TokenDelta] = []  # of this turn; the thread's own
         self._budget = RecoveryBudget(config.max_recoveries, config.recovery_window_s)  # likewise
         self._outage: Outage | None = None  # set by the thread
-        self._proving_since: float | None = None  # likewise: a heartbeat is out since then
         self._wake = threading.Condition()  # guards everything below
         self._commands: list[_Command] = []
         self._applying: list[_Command] = []  # taken by the turn that runs, and not in `_stats` yet
@@ -85,15 +84,12 @@ class Engine:
     @property
     def unavailable_because(self) -> str | None:
         """Why no token can be made now; None from the first step after a failure on."""
-        outage, proving_since = self._outage, self._proving_since
+        outage = self._outage
         if self._failure is not None:
             return self._failure
         if outage is not None and not outage.has_stepped:
             return f"recovering: {outage.cause}"
-        late_s = 0.0 if proving_since is None else self._clock() - proving_since
-        if late_s > self._config.heartbeat_late_s:
-            return f"the ranks have not answered a heartbeat for {late_s:.1f} s"
-        return None
+        return self._core.lateness.cause
 
     def start(self) -> None:
         with self._wake:
@@ -207,13 +203,11 @@ class Engine:
     def _turn(self, commands: list[_Command]) -> None:
         self._apply(commands)
         if self._core.idle and not commands:
-            self._proving_since = self._clock()
             self._core.heartbeat()
         planned = self._core.plan_step()
         if commands:
             self._hand_over()  # who came and who left shows before the step is waited for
         self._outbox += self._core.finish_step(planned)
-        self._proving_since = None
         self._hand_over()
         if self._outage is not None and self._stats.steps > self._outage.num_steps:
             self._note_step_in(self._outage)
@@ -279,7 +273,6 @@ class Engine:
         outage = self._outage or Outage(str(failure), last_step_at, now, stats.generation_tokens, stats.steps)
         outage.lose_again(str(failure), stats.steps)
         self._outage = outage
-        self._proving_since = None
         self._core.lose_ranks()
         if ends := self._core.end_suspects(str(failure)):
             outage.found_cause = True

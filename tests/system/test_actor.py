@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import ray
 
+from tests.fakes.worker_configs import tiny_worker_config
 from tests.system.conftest import Served
 from tests.system.processes import all_of, wait_until
 from workers.actor import WorkerActor
 from workers.channel import DriverChannel
-from workers.config import WorkerConfig
 from workers.protocol import NewSequence, SamplingSettings, SequenceId, StepPlan, StepResult
 from workers.reports import CodeIdentity
 
@@ -26,16 +26,7 @@ DEADLINE_S = 150.0
 def actors(served: Served, counter_path: Path) -> Iterator[list[Any]]:
     """Two, on the shared Ray, beside those that serve."""
     others = all_of("ray::WorkerActor")
-    config = WorkerConfig(
-        model_path=str(counter_path),
-        tensor_parallel_size=2,
-        device="cpu",
-        dtype="float32",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    )
+    config = tiny_worker_config(counter_path, 2)
     actor_class: Any = WorkerActor  # `ray.remote` is not annotated
     actors = [actor_class.options(num_cpus=0).remote(rank, config) for rank in range(2)]
     yield actors

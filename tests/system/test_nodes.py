@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.conftest import counted, free_port
+from tests.system.conftest import OK, counted, free_port, health
 from tests.system.hosted_cluster import HostedCluster, Wanted, hosted
 from tests.system.processes import wait_until
 from tests.system.test_drain import begun
@@ -33,24 +33,6 @@ def settings(path: Path, ranks: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def health(cluster: HostedCluster) -> httpx.Response | None:
-    try:
-        return httpx.get(f"{cluster.url}/health", timeout=5)
-    except httpx.HTTPError:
-        return None
-
-
-def is_healthy(cluster: HostedCluster) -> bool:
-    answer = health(cluster)
-    return answer is not None and answer.status_code == 200
-
-
-def cause_of(cluster: HostedCluster) -> str:
-    """Why it is not healthy."""
-    answer = health(cluster)
-    return "" if answer is None or answer.status_code == 200 else answer.text
-
-
 def ask(cluster: HostedCluster) -> httpx.Response:
     body = {"model": "counter", "prompt": "abc", "max_tokens": 8}
     return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
@@ -69,12 +51,12 @@ def test_a_group_whose_node_is_lost_comes_back_once_there_is_room(counter_path: 
     with hosted(wanted) as cluster:
         assert answer_of(cluster) == counted("c", 8)
         cluster.tell("lose 1")
-        wait_until(lambda: "2 bundles of 1 CPU wanted" in cause_of(cluster), "it is said what is missing")
+        wait_until(lambda: "2 bundles of 1 CPU wanted" in health(cluster.url), "it is said what is missing")
         refused = ask(cluster)
         assert refused.status_code == 503, refused.text
         assert int(refused.headers["retry-after"]) >= 1
         cluster.tell("add 2")
-        wait_until(lambda: is_healthy(cluster), "the group is back")
+        wait_until(lambda: health(cluster.url) == OK, "the group is back")
         assert answer_of(cluster) == counted("c", 8)
 
 

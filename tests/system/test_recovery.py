@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.generation import SamplingParams
-from tests.system.conftest import MODEL, Served, counted
+from tests.system.conftest import MODEL, Served, counted, health
 from tests.system.processes import all_of, kill, title, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one starts Ray
@@ -142,6 +142,7 @@ def test_a_dead_spare_disturbs_nobody_and_the_next_rank_is_killed_while_it_start
 def test_a_rank_that_hangs_is_replaced_by_the_step_deadline(served: Served) -> None:
     with disturbed(served) as ranks:
         os.kill(ranks[0], signal.SIGSTOP)
+        wait_until(lambda: "have not answered a step" in health(served.url), "health is off before the deadline")
     assert ranks[0] not in all_of(RANK), "a stopped process must not be left behind"
     assert ranks[1] in all_of(RANK), "who left its loop when told did not hang"
 

@@ -313,6 +313,32 @@ def test_a_late_heartbeat_makes_health_false_long_before_it_is_a_failure(depth: 
         engine.stop()
 
 
+def test_ranks_that_hang_in_a_step_make_health_false_long_before_it_is_a_failure(depth: int) -> None:
+    executor, inbox, now = Held(), Inbox(), [100.0]
+    executor.open.set()
+    config = EngineConfig(max_model_len=100, max_steps_in_flight=depth, heartbeat_interval_s=30.0)
+    engine = Engine(executor, config, inbox, clock=lambda: now[0])
+    engine.start()
+    try:
+        engine.submit(make_request("first", 3, 5))
+        inbox.wait_for_end(("first", 0))
+        executor.open.clear()
+        num_taken = len(executor.deadlines)
+        engine.submit(make_request("second", 3, 5))
+        wait_until(lambda: len(executor.deadlines) > num_taken)
+        health = []
+        for _ in range(2):
+            now[0] += 1.5
+            health.append(engine.unavailable_because)
+        assert health == [None, "the ranks have not answered a step for 3.0 s"]
+        executor.open.set()
+        inbox.wait_for_end(("second", 0))
+        assert engine.unavailable_because is None
+    finally:
+        executor.open.set()
+        engine.stop()
+
+
 def test_a_heartbeat_has_a_deadline_of_its_own(depth: int) -> None:
     executor, inbox = Held(), Inbox()
     executor.open.set()

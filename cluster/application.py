@@ -62,7 +62,6 @@ class DriverReplica(Driver):
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr("driver")
         super().__init__(config, _group_starter())
-        self._drain_deadline_s = config.drain_deadline_s
         self._lifeline = LifelineServer(self)
         try:
             lifeline = await self._lifeline.open(_own_address())
@@ -90,7 +89,7 @@ class DriverReplica(Driver):
 
     async def __del__(self) -> None:
         """Called by Serve once it sends nothing more. It knows only of its own calls, not of what they began."""
-        await self.drain(self._drain_deadline_s)
+        await self.drain()
         await self.stop()
         await self._lifeline.close()
 

@@ -24,7 +24,6 @@ from cluster.ingress import json_values as values
 from cluster.ingress.rendering import AnswerForm
 
 _VLLM_TOP_K_OFF = -1
-_LONGEST_PATH = 200  # of a parameter's name, in characters
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -287,7 +286,5 @@ def _refusal(problem: ErrorDetails) -> InvalidRequest:
 
 def _path(location: tuple[int | str, ...]) -> str | None:
     """("messages", 0, "content") -> messages[0].content"""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
-    if len(path) > _LONGEST_PATH:  # the name of an unknown field may be megabytes long
-        path = f"{path[:_LONGEST_PATH]}..."
-    return path or None
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return values.shortened(path.removeprefix(".")) or None

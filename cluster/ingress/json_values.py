@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import AfterValidator
 
-_SHOWN_CHARACTERS = 60  # of a wrong value, in the message about it
+_SHOWN_CHARACTERS = 60  # of a wrong value or name, in the message about it
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,17}", re.ASCII)
 
 Prompts = tuple[str | tuple[int, ...], ...]
@@ -97,10 +97,14 @@ def content(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON would spell it, shortened: a wrong value may be megabytes long."""
+    """`value` as JSON would spell it, shortened."""
     if isinstance(value, list | dict):
         value = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
         return str(value)
     names = {None: "null", True: "true", False: "false"} if value is None or isinstance(value, bool) else {}
-    text = names.get(value) or repr(value)
+    return shortened(names.get(value) or repr(value))
+
+
+def shortened(text: str) -> str:
+    """For a message: what a user sent may be megabytes long."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -69,7 +69,7 @@ REFUSED = [
     (CHAT, chat(stop=["x"] * 17), "stop"),
     (CHAT, chat(stop="x" * 4097), "stop"),
     (CHAT, chat(bad_words=["x" * 4097]), "bad_words"),
-    (CHAT, chat() | {"x" * 1_000_000: 1}, "x" * 200 + "..."),
+    (CHAT, chat() | {"x" * 1_000_000: 1}, "x" * 60 + "..."),
     (CHAT, chat(stop=[1]), "stop[0]"),
     (CHAT, chat(stop=5), "stop"),
     (CHAT, chat(min_p=-0.1), "min_p"),

@@ -1,18 +1,19 @@
 """The real model: logits of SmolLM2-135M-Instruct against `transformers` on the same file, whole and cut."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from model_shards.spec import ModelSpec
 from model_shards.weights.file_sums import file_sums
 from model_shards.weights.holdings import holdings_of
 from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
 from model_shards.weights.proof import add_up, unproved
 from tests.fakes.reference import reference_model
+from tests.fakes.specs import SMOLLM2
 from tests.fakes.thread_group import run_ranks
 from tests.model_shards.families.logits import reference_logits, sharded_logits
 
@@ -39,19 +40,9 @@ def test_logits_equal_transformers(smollm2_path: Path, expected: Tensor, ranks: 
 
 def test_spec(smollm2_path: Path) -> None:
     spec = read_spec(smollm2_path)
-    assert spec == ModelSpec(
-        architecture="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        num_layers=30,
-        num_query_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        max_positions=8192,
+    assert spec == replace(
+        SMOLLM2,
         norm_epsilon=spec.norm_epsilon,
-        rope_theta=100_000.0,
-        tied_embeddings=True,
         bos_token_id=1,
         eos_token_ids=(2,),
     )

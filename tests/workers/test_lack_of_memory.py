@@ -9,23 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.checkpoints import write_counter_model, write_hollow_llama
+from tests.fakes.worker_configs import tiny_worker_config
 from tests.workers.processes import spawn_ranks
-from workers.config import WorkerConfig
 from workers.errors import GroupBroken, OutOfMemory
 from workers.lack_of_memory import memory_for
 from workers.worker import Worker
 
 MIB = 2**20
-CONFIG = WorkerConfig(
-    model_path="",
-    tensor_parallel_size=1,
-    device="cpu",
-    dtype="float32",
-    block_size=4,
-    max_model_len=32,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-)
+CONFIG = tiny_worker_config()
 
 
 def allow(more: int) -> None:

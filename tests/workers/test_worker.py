@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import write_counter_model
+from tests.fakes.worker_configs import tiny_worker_config
 from tests.workers.processes import Rank, spawn_ranks
 from workers.channel import DriverChannel
 from workers.config import WorkerConfig
@@ -41,18 +42,7 @@ NUM_BLOCKS = 8
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
     folder = write_counter_model(tmp_path_factory.mktemp("counter"))
-    return WorkerConfig(
-        model_path=str(folder),
-        tensor_parallel_size=2,
-        device="cpu",
-        dtype="float32",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        step_deadline_s=DEADLINE_S,
-        start_deadline_s=DEADLINE_S,
-    )
+    return tiny_worker_config(folder, 2, step_deadline_s=DEADLINE_S, start_deadline_s=DEADLINE_S)
 
 
 def first_plan(incarnation: int) -> StepPlan:

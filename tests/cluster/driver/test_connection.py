@@ -222,18 +222,21 @@ def quick_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "LEASE_S", 0.2)
 
 
-@pytest.mark.usefixtures("quick_lease")
-async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Connect) -> None:
-    connection, far = await connect(step_time_s=0.01)
-    stream = connection.stream(count_from(1, 400))
+async def failed_by_silence(connection: DriverConnection, far: FarDriver, num_tokens: int) -> None:
+    """A request fails because the driver says nothing any more; then it speaks again."""
+    stream = connection.stream(count_from(1, num_tokens))
     await anext(stream)
-
     far.deaf = far.mute = True
-
     with pytest.raises(Unavailable, match="has said nothing for"):
         await tokens(stream)
     far.deaf = far.mute = False
     await connection.wait_connected(60)
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_driver_that_says_nothing_more_fails_what_is_open(connect: Connect) -> None:
+    connection, far = await connect(step_time_s=0.01)
+    await failed_by_silence(connection, far, 400)
     assert await tokens(connection.stream(count_from(1, 3, "next"))) == [2, 3, 4]
 
 
@@ -243,14 +246,7 @@ async def test_what_failed_with_a_silent_driver_does_not_run_on_there(connect: C
     assert far.driver is not None
     engine = far.driver._engine
     far.driver._subscriptions._lease_s = 0.5
-    stream = connection.stream(count_from(1, 480))
-    await anext(stream)
-    far.deaf = far.mute = True
-    with pytest.raises(Unavailable, match="has said nothing for"):
-        await tokens(stream)
-
-    far.deaf = far.mute = False
-    await connection.wait_connected(60)
+    await failed_by_silence(connection, far, 480)
 
     await eventually(lambda: engine.stats().running == 0)
     assert engine.stats().finished[FinishReason.ABORT] == 1

@@ -19,8 +19,8 @@ from cluster.errors import StartupFailed
 from model_shards.registry import Model
 from model_shards.weights import loader
 from tests.fakes.checkpoints import write_tiny_model
+from tests.fakes.worker_configs import tiny_worker_config
 from workers import worker as worker_module
-from workers.config import WorkerConfig
 from workers.reports import LoadReport
 from workers.worker import Worker
 
@@ -59,16 +59,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def workers(folder: Path) -> Iterator[list[Worker]]:
     """Two that have joined."""
-    config = WorkerConfig(
-        model_path=str(folder),
-        tensor_parallel_size=2,
-        device="cpu",
-        dtype="float32",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    )
+    config = tiny_worker_config(folder, 2)
     made = [Worker(rank, config) for rank in range(2)]
     address = made[0].open_group(same_host=True)
     with ThreadPoolExecutor(2) as threads:

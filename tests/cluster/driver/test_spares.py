@@ -8,18 +8,10 @@ from cluster.driver import spares as spares_module
 from cluster.driver.actor_process import ActorProcess
 from cluster.driver.placement import Seat
 from cluster.driver.spares import Spares, SpareState
+from tests.fakes.worker_configs import tiny_worker_config
 from workers.config import WorkerConfig
 
-CONFIG = WorkerConfig(
-    model_path="/model",
-    tensor_parallel_size=3,
-    device="cpu",
-    dtype="float32",
-    block_size=16,
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-)
+CONFIG = tiny_worker_config("/model", 3)
 SEATS = (Seat(0, 0, "here"), Seat(1, 2, "here"), Seat(2, 1, "there"))
 
 

@@ -15,11 +15,10 @@ from cluster.errors import InvalidConfig
 from model_shards.plan import ModelPlan, RankPlan, plan_model
 from model_shards.roofline import Ceilings, Step, StepCost, step_cost, step_seconds
 from model_shards.spec import ModelSpec
-from workers.config import Device, Dtype
+from workers.config import ITEM_BYTES, Device, Dtype
 from workers.device import default_dtype
 
 GPU_MEMORY = 80 * 2**30  # of each rank, unless the user says otherwise
-_ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NODE = "planned"
 
 
@@ -88,7 +87,7 @@ def plan_serving(
     """Raises `InvalidConfig` or `PartitionError`."""
     max_model_len = longest_sequence(config, spec)
     dtype = default_dtype(device) if config.dtype == "auto" else config.dtype
-    item_bytes = _ITEM_BYTES[dtype]
+    item_bytes = ITEM_BYTES[dtype]
     plan = plan_model(
         spec,
         config.tensor_parallel_size,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from model_shards.errors import ModelSourceError
 from model_shards.sources import resolve_model
+from tests.fakes.reference import reference_model
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +36,12 @@ def smollm2_path() -> Path:
         return resolve_model("smollm2-135m")
     except ModelSourceError as error:
         pytest.skip(f"SmolLM2 cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    """The same file as a model of `transformers`."""
+    return reference_model(smollm2_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,12 @@
 """The settings one worker is started with. Plain numbers and names; knows nothing of users' files or HTTP."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

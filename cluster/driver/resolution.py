@@ -15,10 +15,12 @@ from cluster.driver.sizing import RankMemory, check_room_on_cpu, pool_size, sequ
 from cluster.driver.status import ServedModel
 from cluster.errors import InvalidConfig
 from model_shards.partition import partition_model
+from model_shards.plan import plan_model
 from model_shards.sources import resolve_model
 from model_shards.spec import ModelSpec
 from model_shards.weights.metadata import read_spec
-from workers.config import Device, WorkerConfig
+from model_shards.weights.safetensors_index import check_files
+from workers.config import ITEM_BYTES, Device, WorkerConfig
 from workers.device import default_dtype
 
 logger = logging.getLogger(__name__)
@@ -33,9 +35,12 @@ class ModelFiles:
 
     @classmethod
     def of(cls, name: str, on_progress: Callable[[str], None] = logger.info) -> "ModelFiles":
-        """Fetches the model if need be. Raises `model_shards.errors.ModelError`."""
+        """Fetches the model if need be. Raises `model_shards.errors.ModelError`, also for files cut short."""
         path = resolve_model(name, on_progress=on_progress)
-        return cls(path, read_spec(path))
+        spec = read_spec(path)
+        if path.is_dir():  # of a GGUF file, reading the spec has looked at its length
+            check_files(path)
+        return cls(path, spec)
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"], *, ranks: int, count_gpus: Callable[[], int]) -> Device:
@@ -62,10 +67,28 @@ def keeps_spares(config: ClusterConfig, device: Device) -> bool:
 def check_model(config: ClusterConfig, spec: ModelSpec) -> None:
     """Whether the model can be served like that, by its numbers alone: before anything is started.
 
-    Raises `InvalidConfig`, or `model_shards.errors.ModelError` when it cannot be cut so.
+    Raises `InvalidConfig`, `StartupFailed` where a sequence cannot fit into the KV memory that is set, or
+    `model_shards.errors.ModelError` when the model cannot be cut so.
     """
     partition_model(spec, config.tensor_parallel_size, config.shard_weights or ())
-    longest_sequence(config, spec)
+    wanted = longest_sequence(config, spec)
+    if config.kv_cache_memory is not None and config.dtype != "auto":  # else what a token takes is known later
+        block_bytes = config.block_size * _kv_bytes_per_token(config, spec, ITEM_BYTES[config.dtype])
+        fitting = config.kv_cache_memory // block_bytes
+        explicit = config.max_model_len is not None
+        sequence_limit(fitting, config.block_size, wanted, explicit=explicit, block_bytes=block_bytes)
+
+
+def _kv_bytes_per_token(config: ClusterConfig, spec: ModelSpec, item_bytes: int) -> int:
+    """Over all ranks."""
+    plan = plan_model(
+        spec,
+        config.tensor_parallel_size,
+        item_bytes=item_bytes,
+        packed=False,
+        shard_weights=config.shard_weights or (),
+    )
+    return sum(rank.kv_bytes_per_token for rank in plan.ranks)
 
 
 def longest_sequence(config: ClusterConfig, spec: ModelSpec) -> int:

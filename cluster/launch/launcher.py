@@ -244,7 +244,12 @@ class _ModelSearch(threading.Thread):
             files = ModelFiles.of(self._config.model, self._on_progress)
             check_model(self._config, files.spec)
             self._path = files.path
-        except (ModelError, InvalidConfig, OSError) as error:  # raised again in the thread that waits
+        except (
+            ModelError,
+            InvalidConfig,
+            StartupFailed,
+            OSError,
+        ) as error:  # raised again in the thread that waits
             self._failure = error
 
     def raise_failure(self) -> None:

@@ -31,6 +31,16 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{single}: {error}") from error
 
 
+def check_files(folder: Path) -> None:
+    """Raises `CheckpointError` for a file without a header, or shorter than that says. Reads headers alone."""
+    for path in sorted(set(find_tensors(folder).values())):
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
 def has_weights(folder: Path) -> bool:
     return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 

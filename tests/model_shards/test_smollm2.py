@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from model_shards.weights.holdings import holdings_of
 from model_shards.weights.loader import load_model
 from model_shards.weights.metadata import read_spec
 from model_shards.weights.proof import add_up, unproved
-from tests.fakes.reference import reference_model
 from tests.fakes.specs import SMOLLM2
 from tests.fakes.thread_group import run_ranks
 from tests.model_shards.families.logits import reference_logits, sharded_logits
@@ -26,8 +26,8 @@ TOKENS = torch.tensor(
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_path: Path) -> Tensor:
-    return reference_logits(reference_model(smollm2_path), TOKENS)
+def expected(smollm2_reference: Any) -> Tensor:
+    return reference_logits(smollm2_reference, TOKENS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -2,8 +2,8 @@
 
     python -m tests.system.hosted_cluster JSON
 
-Reads one command a line and answers each with `done`; ends everything when its standard input closes. Only here do
-tests touch Ray's own cluster for tests. Knows nodes and the GCS; knows nothing of requests.
+Reads one command a line and answers each with `done`, until it is killed with all that it has started. Only here
+do tests touch Ray's own cluster for tests. Knows nodes and the GCS; knows nothing of requests.
 """
 
 import json
@@ -71,23 +71,15 @@ def hosted(wanted: Wanted) -> Iterator[HostedCluster]:
             start_new_session=True,
             env={**os.environ, "RAY_ADDRESS": "", **wanted.environment},
         )
-        below: dict[int, str] = {}
         try:
             cluster = HostedCluster(process, wanted.port)
             cluster._wait_done()
             yield cluster
         finally:
-            below = descendants(process.pid)
-            with suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for pid in below:  # what has lost its raylet or its GCS may wait for it
+            for pid in (process.pid, *descendants(process.pid)):  # Ray would end each node in turn, some 7 s
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
 def main(wanted: Wanted, folder: str) -> None:

@@ -166,7 +166,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str, proxy: str) -> 
         assert _as_a_client(None, **as_on_its_nodes) == "bcd"
         folder = launcher.folder
         assert processes_writing(folder)
-        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=1500)
+        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=800)
         launcher.interrupt()
         launcher.wait_for("^ending: running streams may finish first")
         stream.check()
@@ -174,17 +174,6 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str, proxy: str) -> 
     assert processes_writing(folder) == []
     assert not folder.exists()
     assert "Traceback" not in launcher.output
-
-
-def test_what_a_killed_launcher_leaves_is_reclaimed(counter: str) -> None:
-    with _launched(*_serve(counter, _free_port())) as launcher:
-        launcher.wait_ready()
-        folder = launcher.folder
-        launcher.process.send_signal(signal.SIGKILL)
-        launcher.process.wait(_DEADLINE_S)
-        assert folder in reclaim_abandoned()
-    assert processes_writing(folder) == []
-    assert not folder.exists()
 
 
 def test_it_ends_and_says_so_when_rays_gcs_is_lost(counter: str) -> None:
@@ -202,7 +191,9 @@ def test_it_ends_and_says_so_when_rays_gcs_is_lost(counter: str) -> None:
 
 
 def test_it_may_be_killed_any_number_of_times(counter: str, request: pytest.FixtureRequest) -> None:
-    """At any moment of its start, alone or with some of what it has started: the next start clears away."""
+    """At any moment of its start, alone or with some of what it has started, and at last while it serves: the next
+    start clears away.
+    """
     before, marker = shared_files(), uuid.uuid4().hex
     chance = random.Random(request.config.getoption("--seed"))
     for _ in range(request.config.getoption("--launcher-kills")):
@@ -219,25 +210,22 @@ def test_it_may_be_killed_any_number_of_times(counter: str, request: pytest.Fixt
         assert marked(marker) == [], "it has ended what the others left"
         (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=20)
         stream.check()
-        launcher.interrupt()
-        assert launcher.wait() == 0, launcher.output
+        folder = launcher.folder
+        kill(launcher.process.pid)
+        launcher.process.wait(_DEADLINE_S)
+        assert folder in reclaim_abandoned()
+    assert processes_writing(folder) == []
+    assert not folder.exists()
     wait_until(lambda: shared_files() <= before, "nothing is left")
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(counter: str) -> None:
-    before = _run_folders()
-    too_little = ("--kv-cache-memory", "4KiB", "--max-model-len", "4096")
-    with _launched(*_serve(counter, _free_port()), *too_little) as launcher:
-        assert launcher.wait() == 1, launcher.output
-    assert re.search(r"^error: one sequence of max_model_len 4096 tokens needs", launcher.output, re.MULTILINE)
-    assert "Traceback" not in launcher.output
-    assert _run_folders() == before
-
-
-@pytest.mark.parametrize("broken", ["nothing there", "no config.json", "not JSON", "no weights", "port taken"])
+@pytest.mark.parametrize(
+    "broken",
+    ["nothing there", "no config.json", "not JSON", "no weights", "weights cut short", "no room", "port taken"],
+)
 def test_what_can_be_known_is_said_before_anything_starts(counter: str, tmp_path: Path, broken: str) -> None:
     before = _run_folders()
-    model = tmp_path / "model"
+    model, more = tmp_path / "model", tuple[str, ...]()
     shutil.copytree(counter, model)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = _free_port()
@@ -255,10 +243,17 @@ def test_what_can_be_known_is_said_before_anything_starts(counter: str, tmp_path
                 for file in model.glob("*.safetensors"):
                     file.unlink()
                 said, code = "safetensors", 2
+            case "weights cut short":
+                (weights,) = model.glob("*.safetensors")
+                weights.write_bytes(weights.read_bytes()[:-64])
+                said, code = weights.name, 2
+            case "no room":
+                more = ("--kv-cache-memory", "4KiB", "--max-model-len", "4096")
+                said, code = "one sequence of max_model_len 4096 tokens needs", 1
             case _:
                 port = other.getsockname()[1]
                 said, code = rf"port {port} is in use by \w+ \(pid {os.getpid()}\).*--port \d+", 1
-        with _launched(*_serve(str(model), port)) as launcher:
+        with _launched(*_serve(str(model), port), *more) as launcher:
             assert launcher.wait() == code, launcher.output
     assert re.search(rf"^error: .*{said}", launcher.output, re.MULTILINE), launcher.output
     assert "Traceback" not in launcher.output
@@ -285,19 +280,6 @@ def test_a_rank_without_memory_says_so(tmp_path: Path) -> None:
         assert launcher.wait() == 1, launcher.output
     said = r"^error: rank \d \(pid \d+ on [\d.]+\) could not load: no memory for its shard .*ulimit -d"
     assert re.search(said, launcher.output, re.MULTILINE), launcher.output
-    assert "Traceback" not in launcher.output
-    assert _run_folders() == before
-
-
-def test_a_truncated_file_is_named(counter: str, tmp_path: Path) -> None:
-    before = _run_folders()
-    model = tmp_path / "model"
-    shutil.copytree(counter, model)
-    (weights,) = model.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-64])
-    with _launched(*_serve(str(model), _free_port())) as launcher:
-        assert launcher.wait() in (1, 2), launcher.output
-    assert re.search(rf"^error: .*{weights.name}", launcher.output, re.MULTILINE), launcher.output
     assert "Traceback" not in launcher.output
     assert _run_folders() == before
 

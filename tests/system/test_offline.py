@@ -47,6 +47,45 @@ with LLM(sys.argv[1], tp=2, **settings) as llm:
         print(error)
 """
 
+# Four threads ask at once, undisturbed, and again while each rank in turn is killed.
+_SMOLLM2_SCRIPT = """
+import sys, threading
+from shardserve import LLM, SamplingParams
+from tests.system.processes import all_of, kill, wait_until
+TOKENS = 40
+SAMPLING = [
+    SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=TOKENS, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=TOKENS, seed=2, top_p=0.9, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(max_tokens=TOKENS, temperature=0, repetition_penalty=1.2, ignore_eos=True),
+]
+PROMPTS = ["The capital of France is", "Once upon a time", "To bake bread,", "The dog barks and"]
+
+def answers(llm, rank=None):
+    pieces = [[] for _ in PROMPTS]
+    def ask(i):
+        for delta in llm.stream(PROMPTS[i], SAMPLING[i]):
+            pieces[i].append(delta.text)
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    if rank is not None:
+        wait_until(lambda: sum(map(len, pieces)) >= 10 * (rank + 1), "tokens have come")
+        ranks = all_of("ray::WorkerActor.run")
+        assert len(ranks) == 2 and all(thread.is_alive() for thread in threads)
+        kill(ranks[rank])
+    for thread in threads:
+        thread.join()
+    return ["".join(texts) for texts in pieces]
+
+with LLM("smollm2-135m", tp=2, device="cpu", dtype="float32", kv_cache_memory="64MiB") as llm:
+    undisturbed = answers(llm)
+    print(all(len(text) > TOKENS for text in undisturbed))
+    for rank in range(2):
+        again = answers(llm, rank)
+        print(again == undisturbed or (undisturbed, again))
+"""
+
 
 @pytest.fixture
 def counter(counter_path: Path) -> str:
@@ -92,3 +131,9 @@ def test_ranks_that_are_given_up_are_named_with_their_end_and_their_last_words(c
         r".*collectives through shared memory.* \(restarts are off\)",
         ended.stdout.strip(),
     )
+
+
+@pytest.mark.smollm2
+def test_answers_of_smollm2_are_the_same_to_the_letter_when_a_rank_dies(smollm2_path: Path) -> None:
+    ended = _python("-c", _SMOLLM2_SCRIPT)
+    assert ended.stdout.splitlines() == ["True"] * 3, ended.stdout + ended.stderr

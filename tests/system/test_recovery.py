@@ -145,6 +145,23 @@ def test_a_rank_that_hangs_is_replaced_by_the_step_deadline(served: Served) -> N
         wait_until(lambda: "have not answered a step" in health(served.url), "health is off before the deadline")
     assert ranks[0] not in all_of(RANK), "a stopped process must not be left behind"
     assert ranks[1] in all_of(RANK), "who left its loop when told did not hang"
+    with pytest.raises(ProcessLookupError):
+        os.kill(ranks[0], signal.SIGCONT)  # nothing is left that could come back and answer
+
+
+def test_a_rank_that_goes_on_before_the_step_deadline_changes_nothing(served: Served) -> None:
+    recoveries = served.stats().recoveries
+    clients = Clients(served)
+    clients.wait_for_tokens()
+    ranks = all_of(RANK)
+
+    os.kill(ranks[1], signal.SIGSTOP)
+    wait_until(lambda: "have not answered a step" in health(served.url), "health is off meanwhile")
+    os.kill(ranks[1], signal.SIGCONT)
+
+    assert clients.end() == UNDISTURBED
+    served.wait_healthy()
+    assert (served.stats().recoveries, all_of(RANK)) == (recoveries, ranks)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])

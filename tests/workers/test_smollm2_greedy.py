@@ -5,10 +5,10 @@ together.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from cluster.text.tokenizer import load_tokenizer
 from model_shards.weights.loader import load_model
@@ -44,15 +44,12 @@ def prompts(smollm2_path: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def expected(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
+def expected(smollm2_reference: Any, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers generates for each prompt."""
-    reference = LlamaForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    generated = reference.generate(
+    generated = smollm2_reference.generate(
         padded, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     tokens: list[list[int]] = generated[:, width:].tolist()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.driver.resolution import ModelFiles, fit, resolve_device, worker_config
+from cluster.driver.resolution import ModelFiles, check_model, fit, resolve_device, worker_config
 from cluster.driver.sizing import RankMemory
-from cluster.errors import InvalidConfig
+from cluster.errors import InvalidConfig, StartupFailed
 from tests.fakes.specs import tiny_spec
 from workers.config import Device, WorkerConfig
 
@@ -81,3 +81,17 @@ def test_the_kv_cache_of_gpus_is_what_their_share_leaves() -> None:
     num_blocks, model = fit(config, FILES, resolved("cuda", max_num_seqs=512), ranks)
     assert num_blocks == (60 - 20 - 2) * 1024
     assert model.max_model_len == 4096
+
+
+def test_kv_memory_that_holds_no_sequence_is_refused_by_numbers_alone() -> None:
+    spec = FILES.spec
+    needed = 1024 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    settings = {"model": "m", "dtype": "float32", "max_model_len": 1024}
+    check_model(ClusterConfig.parse({**settings, "kv_cache_memory": needed}), spec)
+    too_little = ClusterConfig.parse({**settings, "kv_cache_memory": needed - 1})
+    with pytest.raises(
+        StartupFailed, match=rf"one sequence of max_model_len 1024 tokens needs 64 .* = {needed} bytes"
+    ):
+        check_model(too_little, spec)
+    check_model(too_little.model_copy(update={"max_model_len": None}), spec)  # then a sequence may be shorter
+    check_model(too_little.model_copy(update={"dtype": "auto"}), spec)  # what a token takes is known later

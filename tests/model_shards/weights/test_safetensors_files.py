@@ -11,6 +11,7 @@ from torch import Tensor
 from model_shards.errors import CheckpointError
 from model_shards.partition import Span
 from model_shards.weights.safetensors_files import SafetensorsCheckpoint
+from model_shards.weights.safetensors_index import check_files
 
 EMBEDDING = torch.arange(60, dtype=torch.float32).reshape(10, 6)
 NORM = torch.ones(6, dtype=torch.bfloat16)
@@ -78,6 +79,15 @@ def test_a_truncated_shard_is_refused_with_its_tensor(tmp_path: Path) -> None:
     assert checkpoint.shape_of("embedding.weight") == (10, 6)
     with pytest.raises(CheckpointError, match=r"b\.safetensors: tensor 'norm\.weight'"):
         checkpoint.read("norm.weight", (Span(0, 6),))
+
+
+def test_headers_alone_tell_of_a_shard_that_is_cut_short(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    check_files(tmp_path)
+    file = tmp_path / "b.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=r"b\.safetensors"):
+        check_files(tmp_path)
 
 
 def test_a_missing_shard_and_a_wrong_index_are_refused(tmp_path: Path) -> None:

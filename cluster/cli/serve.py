@@ -66,7 +66,10 @@ def serve(
     ] = None,
     proxy: Annotated[
         Literal["auto", "serve", "haproxy"] | None,
-        typer.Option(help="What takes HTTP in: Serve's own proxy or HAProxy (default: auto).", show_default=False),
+        typer.Option(
+            help="What takes HTTP in: Serve's own proxy or HAProxy (default: auto, HAProxy where Ray brings it).",
+            show_default=False,
+        ),
     ] = None,
     config: options.ConfigFile = None,
 ) -> None:

@@ -43,13 +43,19 @@ def _is_written(descriptor: Path, prefix: str) -> bool:
 
 
 def end_processes(folder: Path, *, grace_s: float) -> list[str]:
-    """Wait `grace_s` for the writers of `folder` to go by themselves, then SIGKILL them. Names the killed."""
+    """Ask the writers of `folder` to end, wait `grace_s` for them, then SIGKILL them. Names the killed.
+
+    Most end already when whoever started them does; HAProxy has to be asked.
+    """
+    if grace_s:
+        for pid in processes_writing(folder):
+            _send(pid, signal.SIGTERM)
     remaining = _wait_gone(folder, grace_s)
     killed = [name_of(pid) for pid in remaining]
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while remaining and time.monotonic() < deadline:  # a daemon may start another before it is its turn
         for pid in remaining:
-            _kill(pid)
+            _send(pid, signal.SIGKILL)
         remaining = _wait_gone(folder, 2 * _POLL_S)
     return killed
 
@@ -61,9 +67,9 @@ def _wait_gone(folder: Path, timeout_s: float) -> list[int]:
     return remaining
 
 
-def _kill(pid: int) -> None:
+def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def name_of(pid: int) -> str:

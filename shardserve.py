@@ -1,4 +1,4 @@
-"""The public face: `from shardserve import Client, LLM, SamplingParams, build`.
+"""The public face: `from shardserve import AsyncClient, Client, LLM, SamplingParams, build`.
 
 Each name is loaded when first used (PEP 562), so that importing the client loads no torch.
 """
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.application import build
-    from cluster.client import Client
+    from cluster.client import AsyncClient, Client
     from cluster.generation import RequestOptions, SamplingParams
     from cluster.llm import LLM
 
-__all__ = ["LLM", "Client", "RequestOptions", "SamplingParams", "build"]
+__all__ = ["LLM", "AsyncClient", "Client", "RequestOptions", "SamplingParams", "build"]
 
 _HOMES = {
+    "AsyncClient": "cluster.client",
     "Client": "cluster.client",
     "LLM": "cluster.llm",
     "RequestOptions": "cluster.generation",

@@ -67,7 +67,7 @@ def serve(
     proxy: Annotated[
         Literal["auto", "serve", "haproxy"] | None,
         typer.Option(
-            help="What takes HTTP in: Serve's own proxy or HAProxy (default: auto, HAProxy where Ray brings it).",
+            help="What takes HTTP in: Serve's own proxy or HAProxy (default: auto, which is Serve's).",
             show_default=False,
         ),
     ] = None,

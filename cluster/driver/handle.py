@@ -3,7 +3,9 @@
 Knows which call goes which way and which errors mean "gone"; knows nothing of engines, text or HTTP.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from ray import serve
@@ -115,7 +117,9 @@ class AddressedDriver:
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         try:
-            refusal: ShardserveError | None = await self._calls.offer.remote(subscriber_id, request)
+            refusal: ShardserveError | None = await _apart(
+                lambda: self._calls.offer.remote(subscriber_id, request)
+            )
         except (RayError, RayServeException) as error:
             raise as_ours(error) from None
         if refusal is not None:
@@ -132,13 +136,26 @@ class AddressedDriver:
 
     async def stats(self) -> EngineStats:
         try:
-            stats: EngineStats = await self._calls.stats.remote()
+            stats: EngineStats = await _apart(self._calls.stats.remote)
         except (RayError, RayServeException) as error:
             raise as_ours(error) from None
         return stats
 
     async def close(self) -> None:
         await self._lifeline.close()
+
+
+async def _apart(call: Callable[[], Any]) -> Any:
+    """The answer to a call that carries nothing of the HTTP request it is made for.
+
+    Serve gives a call the id of the request that its context names, and tells pending calls apart by that id: of
+    two at once for one request, each to its own replica, one is routed to the other's.
+    """
+
+    async def answer() -> Any:
+        return await call()
+
+    return await asyncio.create_task(answer(), context=contextvars.Context())
 
 
 def as_ours(error: Exception) -> ShardserveError:

@@ -164,7 +164,9 @@ class Lifeline:
                 yield await reader.readexactly(length)
         except TimeoutError:
             raise Unavailable(f"the driver did not answer within {_ANSWER_S:g} s") from None
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except asyncio.IncompleteReadError:
+            raise Unavailable("the driver is gone: it has closed the line", retry_after_s=_RETRY_AFTER_S) from None
+        except OSError as error:
             raise Unavailable(f"the driver is gone: {error}", retry_after_s=_RETRY_AFTER_S) from None
         finally:
             _close(writer)

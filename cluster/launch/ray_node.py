@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from cluster.errors import StartupFailed
 from cluster.launch import ray_auth
-from cluster.launch.preflight import answers
+from cluster.launch.preflight import answers, check_noted_ray
 from cluster.launch.processes import end_processes
 
 Proxy = Literal["serve", "haproxy"]
@@ -171,6 +171,8 @@ def connect_ray(address: str, proxy: Proxy | None) -> str:
         raise StartupFailed(f"{address}: Ray Client cannot carry streams; run on a node of the cluster instead")
     if ":" in address and not answers(address):
         raise StartupFailed(f"nothing answers at {address!r}: is that the address of a Ray cluster that runs?")
+    if address == "auto":
+        check_noted_ray(os.environ)
     import ray
 
     try:

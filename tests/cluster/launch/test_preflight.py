@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupFailed
-from cluster.launch.preflight import check_port, check_ray_choice, port_holder, running_ray
+from cluster.launch.preflight import check_noted_ray, check_port, check_ray_choice, port_holder, running_ray
 
 
 @pytest.fixture
@@ -73,3 +73,14 @@ def test_ray_by_ray_start(listener: socket.socket, tmp_path: Path) -> None:
 def test_a_ray_that_is_gone_does_not_count(address: str, tmp_path: Path) -> None:
     (tmp_path / "ray_current_cluster").write_text(address)
     assert running_ray({}, tmp_path) is None
+
+
+def test_a_noted_ray_must_answer(listener: socket.socket, tmp_path: Path) -> None:
+    check_noted_ray({}, tmp_path)
+    note = tmp_path / "ray_current_cluster"
+    note.write_text(f"127.0.0.1:{listener.getsockname()[1]}")
+    check_noted_ray({}, tmp_path)
+    note.write_text("127.0.0.1:1")
+    check_noted_ray({"RAY_ADDRESS": "10.0.0.1:6379"}, tmp_path)
+    with pytest.raises(StartupFailed, match=r"ray_current_cluster \(127\.0\.0\.1:1\) does not answer"):
+        check_noted_ray({}, tmp_path)

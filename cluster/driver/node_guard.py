@@ -22,7 +22,7 @@ from cluster.driver.placement import Placement, Seat
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 0.5  # for a guard to answer; a node that is lost has none that could
+_ANSWER_S = 2.0  # for a guard on a busy node to answer; a node that is lost has none that could
 _SEEN_WITHIN_S = 0.2  # Ray may tell the driver of an end before the kernel tells the guard
 
 

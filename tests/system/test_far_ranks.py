@@ -33,6 +33,7 @@ def url(counter_path: Path) -> Iterator[str]:
         "spare": False,
     }
     with hosted(Wanted(free_port(), [1, 1], settings)) as cluster:
+        wait_until(lambda: len(all_of(GUARD)) == 1, "the guard, which starts beside the group, is there")
         yield cluster.url
 
 

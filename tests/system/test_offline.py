@@ -52,7 +52,7 @@ _SMOLLM2_SCRIPT = """
 import sys, threading
 from shardserve import LLM, SamplingParams
 from tests.system.processes import all_of, kill, wait_until
-TOKENS = 40
+TOKENS = 24
 SAMPLING = [
     SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=TOKENS, seed=1, ignore_eos=True),

@@ -117,9 +117,7 @@ class AddressedDriver:
 
     async def submit(self, subscriber_id: str, request: GenerationRequest) -> None:
         try:
-            refusal: ShardserveError | None = await _apart(
-                lambda: self._calls.offer.remote(subscriber_id, request)
-            )
+            refusal: ShardserveError | None = await _apart(self._calls.offer.remote, subscriber_id, request)
         except (RayError, RayServeException) as error:
             raise as_ours(error) from None
         if refusal is not None:
@@ -145,7 +143,7 @@ class AddressedDriver:
         await self._lifeline.close()
 
 
-async def _apart(call: Callable[[], Any]) -> Any:
+async def _apart(call: Callable[..., Any], *arguments: object) -> Any:
     """The answer to a call that carries nothing of the HTTP request it is made for.
 
     Serve gives a call the id of the request that its context names, and tells pending calls apart by that id: of
@@ -153,7 +151,7 @@ async def _apart(call: Callable[[], Any]) -> Any:
     """
 
     async def answer() -> Any:
-        return await call()
+        return await call(*arguments)
 
     return await asyncio.create_task(answer(), context=contextvars.Context())
 

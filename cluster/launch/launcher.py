@@ -18,7 +18,7 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig
 from cluster.driver.resolution import ModelFiles, check_model
-from cluster.errors import InvalidConfig, StartupFailed
+from cluster.errors import ShardserveError, StartupFailed
 from cluster.launch import ray_node, serving
 from cluster.launch.preflight import check_port, check_ray_choice
 from cluster.launch.processes import children_named, is_running, name_of
@@ -30,9 +30,8 @@ from model_shards.errors import ModelError
 _log = logging.getLogger(__name__)
 
 APPLICATION = "shardserve"
-AUTO_PROXY: ray_node.Proxy = (
-    "serve"  # HAProxy makes more tokens a second; what it answers when an ingress dies is worse
-)
+# HAProxy makes more tokens a second, but leaves clients waiting when an ingress dies.
+AUTO_PROXY: ray_node.Proxy = "serve"
 _DAEMONS = ("gcs_server", "raylet")
 _RAY_GRACE_S = 3.0  # Ray's daemons end within two seconds of a shutdown
 _WATCH_S = 0.1  # between looks at the daemons while something ends
@@ -246,12 +245,7 @@ class _ModelSearch(threading.Thread):
             files = ModelFiles.of(self._config.model, self._on_progress)
             check_model(self._config, files.spec)
             self._path = files.path
-        except (
-            ModelError,
-            InvalidConfig,
-            StartupFailed,
-            OSError,
-        ) as error:  # raised again in the thread that waits
+        except (ModelError, ShardserveError, OSError) as error:  # raised again in the thread that waits
             self._failure = error
 
     def raise_failure(self) -> None:

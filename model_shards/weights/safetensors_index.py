@@ -24,21 +24,21 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     single = folder / _SINGLE
     if not single.is_file():
         raise CheckpointError(f"{folder}: has neither {_SINGLE} nor {_INDEX}; other weight files are not read")
-    try:
-        with safe_open(single, framework="numpy") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{single}: {error}") from error
+    return dict.fromkeys(_names_in(single), single)
 
 
 def check_files(folder: Path) -> None:
     """Raises `CheckpointError` for a file without a header, or shorter than that says. Reads headers alone."""
     for path in sorted(set(find_tensors(folder).values())):
-        try:
-            with safe_open(path, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        _names_in(path)
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def has_weights(folder: Path) -> bool:

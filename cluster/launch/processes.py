@@ -45,26 +45,42 @@ def _is_written(descriptor: Path, prefix: str) -> bool:
 def end_processes(folder: Path, *, grace_s: float) -> list[str]:
     """Ask the writers of `folder` to end, wait `grace_s` for them, then SIGKILL them. Names the killed.
 
-    Most end already when whoever started them does; HAProxy has to be asked.
+    Most end already when whoever started them does; HAProxy has to be asked. When this returns, all they held is let
+    go. That is later than their files disappear from /proc, and the locks among them tell what may be removed.
     """
+    writers = _Writers(folder)
     if grace_s:
-        for pid in processes_writing(folder):
+        for pid in writers.remaining():
             _send(pid, signal.SIGTERM)
-    remaining = _wait_gone(folder, grace_s)
+    remaining = writers.wait_gone(grace_s)
     killed = [name_of(pid) for pid in remaining]
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while remaining and time.monotonic() < deadline:  # a daemon may start another before it is its turn
         for pid in remaining:
             _send(pid, signal.SIGKILL)
-        remaining = _wait_gone(folder, 2 * _POLL_S)
+        remaining = writers.wait_gone(2 * _POLL_S)
     return killed
 
 
-def _wait_gone(folder: Path, timeout_s: float) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while (remaining := processes_writing(folder)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return remaining
+class _Writers:
+    """Those seen writing into `folder`, each until its process is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[int, str] = {}  # when each started, to know a later process with its pid
+
+    def remaining(self) -> list[int]:
+        for pid in processes_writing(self._folder):
+            if (started := _started(pid)) is not None:
+                self._seen[pid] = started
+        self._seen = {pid: started for pid, started in self._seen.items() if _started(pid) == started}
+        return list(self._seen)
+
+    def wait_gone(self, timeout_s: float) -> list[int]:
+        deadline = time.monotonic() + timeout_s
+        while (remaining := self.remaining()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return remaining
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -92,8 +108,18 @@ def children_named(names: Collection[str]) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Whether the process is there and not a zombie."""
+    return _started(pid) is not None
+
+
+def _started(pid: int) -> str | None:
+    """When the process started, in ticks since boot, or None when it is gone or a zombie.
+
+    One whose first thread has ended looks like a zombie, yet is none while it has others.
+    """
     fields = _stat(pid)
-    return fields is not None and fields[0] != "Z"
+    if fields is None or (fields[0] == "Z" and int(fields[17]) <= 1):
+        return None
+    return fields[19]
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import marked, shared_files, wait_until
+from tests.system.processes import marked, shared_files
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -108,7 +108,8 @@ def test_a_script_may_import_ray_first_and_finds_its_environment_again_with_noth
     ended = _python("-c", _SCRIPT, counter, MARKER=marker)
     assert ended.stdout.splitlines() == ["defgh", "{|}~ ", "BCDEF", "defg", "False True"], ended.stderr
     assert ended.returncode == 0, ended.stderr
-    wait_until(lambda: shared_files() <= before and not marked(marker), "nothing of it is left")
+    assert shared_files() - before == set()
+    assert marked(marker) == []
 
 
 def test_a_batch_file_is_answered_by_two_ranks(counter: str, tmp_path: Path) -> None:

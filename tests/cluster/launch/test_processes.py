@@ -9,6 +9,16 @@ from pathlib import Path
 from cluster.launch.processes import children_named, end_processes, is_running, name_of, processes_writing
 
 _HOLDS = "import sys, time; f = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(60)"
+# Asked to end, it closes the file at once and ends a second later.
+_LINGERS = (
+    "import signal; signal.signal(signal.SIGTERM, lambda *_: (f.close(), time.sleep(1), sys.exit())); " + _HOLDS
+)
+_SECOND_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("open", flush=True)
+ctypes.PyDLL(None).pthread_exit(None)
+"""
 _STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + _HOLDS
 
 
@@ -47,6 +57,19 @@ def test_writers_are_killed_when_their_grace_is_over(tmp_path: Path) -> None:
         assert f"(pid {writer.pid})" in killed[0]
         assert writer.wait(60) == -9
         assert reader.poll() is None
+
+
+def test_a_writer_that_has_closed_its_files_is_waited_for_until_it_is_gone(tmp_path: Path) -> None:
+    with _holding(tmp_path / "x", "w", _LINGERS) as writer:
+        assert end_processes(tmp_path, grace_s=60) == []
+        assert not is_running(writer.pid)
+
+
+def test_a_process_lives_as_long_as_any_of_its_threads(tmp_path: Path) -> None:
+    with _holding(tmp_path / "x", "w", _SECOND_THREAD) as process:
+        while " (zombie)" not in (Path("/proc") / str(process.pid) / "status").read_text():
+            pass  # its first thread is about to end
+        assert is_running(process.pid)
 
 
 def test_nothing_to_end(tmp_path: Path) -> None:

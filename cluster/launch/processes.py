@@ -45,8 +45,8 @@ def _is_written(descriptor: Path, prefix: str) -> bool:
 def end_processes(folder: Path, *, grace_s: float) -> list[str]:
     """Ask the writers of `folder` to end, wait `grace_s` for them, then SIGKILL them. Names the killed.
 
-    Most end already when whoever started them does; HAProxy has to be asked. When this returns, all they held is let
-    go. That is later than their files disappear from /proc, and the locks among them tell what may be removed.
+    Most end already when whoever started them does; HAProxy has to be asked. When this returns they have let go of
+    all they held, which is later than their files disappear from /proc: locks among them tell what may be removed.
     """
     writers = _Writers(folder)
     if grace_s:

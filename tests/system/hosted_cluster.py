@@ -15,7 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.system.processes import all_of, descendants, wait_until
 
@@ -80,6 +83,31 @@ def hosted(wanted: Wanted) -> Iterator[HostedCluster]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+
+
+def settings(model: Path, ranks: int, **more: Any) -> dict[str, Any]:
+    """Those that suit such a cluster."""
+    return {
+        "model": str(model),
+        "tensor_parallel_size": ranks,
+        "device": "cpu",
+        "kv_cache_memory": "16MiB",
+        "step_deadline_s": 6,
+        "drain_deadline_s": 0,
+        **more,
+    }
+
+
+def ask(cluster: HostedCluster) -> httpx.Response:
+    body = {"model": "counter", "prompt": "abc", "max_tokens": 8}
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+
+
+def answer_of(cluster: HostedCluster) -> str:
+    answer = ask(cluster)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
 
 
 def main(wanted: Wanted, folder: str) -> None:

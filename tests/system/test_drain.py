@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one sta
 
 APPLICATION = "rolling"
 STREAMS = 50
-TOKENS = 500
+TOKENS = 350
 START_S = 240.0
 
 

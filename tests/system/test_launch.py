@@ -168,7 +168,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(counter: str, proxy: str) -> 
             assert _as_a_client(None, RAY_SERVE_THROUGHPUT_OPTIMIZED="1") == "bcd", "as on its nodes"
         folder = launcher.folder
         assert processes_writing(folder)
-        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=800)
+        (stream,) = begun(f"http://127.0.0.1:{port}", 1, tokens=400)
         launcher.interrupt()
         launcher.wait_for("^ending: running streams may finish first")
         stream.check()

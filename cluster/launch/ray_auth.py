@@ -22,6 +22,12 @@ def show_token(token_file: Path) -> None:
     follow_environment()
 
 
+def what_is_shown() -> str:
+    """In words: the mode that the environment of this process sets, and how to show another token."""
+    mode = os.environ.get(_MODE)
+    return f"{_MODE} is {mode or 'not set'} here; with {_MODE}=token the one in the file {_PATH} is shown"
+
+
 def follow_environment() -> None:
     """Make Ray see the mode and the token that the environment names now. Only while Ray is not connected.
 

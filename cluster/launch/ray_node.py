@@ -178,7 +178,9 @@ def connect_ray(address: str, proxy: Proxy | None) -> str:
     try:
         context: Any = ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (RuntimeError, OSError, ValueError, ray.exceptions.RayError) as error:
-        raise StartupFailed(f"cannot connect to the Ray cluster at {address!r}: {telling_line(error)}") from error
+        raise StartupFailed(
+            f"cannot connect to the Ray cluster at {address!r}: {why_not_joined(error)}"
+        ) from error
     return str(context.address_info["gcs_address"])
 
 
@@ -187,6 +189,16 @@ def stop_ray() -> None:
     import ray
 
     ray.shutdown()
+
+
+def why_not_joined(error: BaseException) -> str:
+    """Why Ray did not connect to what answers at an address. Its error does not say that a token was missing."""
+    if not isinstance(error, ConnectionError):
+        return telling_line(error)
+    return (
+        f"{telling_line(error)}; something answers there, which is no Ray of this version or wants a token: "
+        f"{ray_auth.what_is_shown()}"
+    )
 
 
 def telling_line(error: BaseException) -> str:

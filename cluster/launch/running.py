@@ -67,4 +67,4 @@ def join_ray(address: str | None) -> None:
     try:
         ray.init(address=chosen, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise Unavailable(f"no Ray cluster at {chosen}: {ray_node.telling_line(error)}") from error
+        raise Unavailable(f"no Ray cluster at {chosen}: {ray_node.why_not_joined(error)}") from error

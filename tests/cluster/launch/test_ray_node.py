@@ -15,6 +15,7 @@ from cluster.launch.ray_node import (
     ray_environment,
     start_ray,
     telling_line,
+    why_not_joined,
     write_haproxy_starter,
 )
 
@@ -102,6 +103,17 @@ def test_an_address_where_nothing_answers_is_refused_at_once() -> None:
 )
 def test_the_line_that_says_something_is_shown(message: str, line: str) -> None:
     assert telling_line(RuntimeError(message)).startswith(line.lstrip("."))
+
+
+def test_a_cluster_that_lets_nobody_in_is_told_with_the_token_that_was_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    said = why_not_joined(ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"))
+    assert said.startswith("Failed to connect to Ray cluster at 10.0.0.1:6379; something answers there")
+    assert "RAY_AUTH_MODE is disabled here" in said
+    assert "RAY_AUTH_TOKEN_PATH" in said
+    assert why_not_joined(RuntimeError("another version")) == "another version"
 
 
 def test_a_start_that_fails_once_is_tried_again_in_an_empty_session(

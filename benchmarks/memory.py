@@ -1,11 +1,13 @@
 """How many bytes each process grows by a request: one-token requests over HTTP, beside an empty Serve application.
 
-    python -m benchmarks.memory [--requests 20000] [--warm-up 5000]
+    python -m benchmarks.memory [--requests 20000] [--warm-up 25000]
 
 Ours is the counter model on two ranks; the empty one has the same two deployments, of which the first makes one
 call to the second for each request and does nothing else. Each is asked over 64 connections that stay open. After
 the warm-up the private memory (`RssAnon`) of its processes, Ray's own included, is read twenty times, and a line
-is fitted. Allocators take memory in pieces of 64 KB and more, so that fewer than 10,000 requests say little.
+is fitted. Allocators take memory in pieces of 64 KB and more, so that fewer than 10,000 requests say little. A short
+warm-up counts what is taken once: after 5,000 requests the ranks grew by 9 MB in the next 20,000, after 25,000 by
+less than 1 MB.
 
 Ends with exit code 1 when a process of ours grows by more than 100 bytes a request above its like.
 """
@@ -186,7 +188,7 @@ def report(ours: Slopes, empty: Slopes) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--warm-up", type=int, default=5_000)
+    parser.add_argument("--warm-up", type=int, default=25_000)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_counter_model(Path(folder) / "counter", cycle=range(32, 127))

@@ -5,9 +5,9 @@
 Ours is the counter model on two ranks; the empty one has the same two deployments, of which the first makes one
 call to the second for each request and does nothing else. Each is asked over 64 connections that stay open. After
 the warm-up the private memory (`RssAnon`) of its processes, Ray's own included, is read twenty times, and a line
-is fitted. Allocators take memory in pieces of 64 KB and more, so that fewer than 10,000 requests say little. A short
-warm-up counts what is taken once: after 5,000 requests the ranks grew by 9 MB in the next 20,000, after 25,000 by
-less than 1 MB.
+is fitted. Allocators take memory in pieces of 64 KB and more, so that fewer than 10,000 requests say little. A
+short warm-up counts what is taken once: after 5,000 requests the ranks grew by 9 MB in the next 20,000, after
+25,000 by less than 1 MB.
 
 Ends with exit code 1 when a process of ours grows by more than 100 bytes a request above its like.
 """

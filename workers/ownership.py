@@ -3,7 +3,8 @@
 Every socket folder and shared-memory file is called `shardserve-<kind>-<boot id>-<pid>-<random>` and its maker
 holds a lock on it. The kernel drops the lock with the process, however it ends and whatever PID namespace it lived
 in, so "the lock is free" is what says that the owner is dead; boot id and pid are there for the people who look.
-Knows files and locks; knows nothing of what is in them.
+What is made is hidden, with a dot before its name, until it is locked: a name that can be seen was never without
+its lock while its maker lived. Knows files and locks; knows nothing of what is in them.
 """
 
 import fcntl
@@ -11,11 +12,13 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "shardserve"
+_HIDDEN_S = 60.0  # from making to locking: a process that takes longer has died between them
 
 
 class Owned:
@@ -31,24 +34,17 @@ class Owned:
     @classmethod
     def folder(cls, parent: Path, kind: str) -> "Owned":
         """A new folder below `parent` that only this user can enter."""
-        while True:
-            path = parent / _new_name(kind)
-            path.mkdir(mode=0o700)
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            if _keep(fd, path):
-                return cls(path, fd)
+        path = parent / _new_name(kind)
+        hidden = _hidden(path)
+        hidden.mkdir(mode=0o700)
+        return cls(path, _publish(os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path))
 
     @classmethod
     def file(cls, parent: Path, kind: str) -> "Owned":
         """A new empty file below `parent` that only this user can open."""
-        while True:
-            path = parent / _new_name(kind)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            if _keep(fd, path):
-                return cls(path, fd)
+        path = parent / _new_name(kind)
+        fd = os.open(_hidden(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return cls(path, _publish(fd, path))
 
     def remove(self) -> None:
         """Take the name away; an open file lives on without it. Idempotent."""
@@ -64,35 +60,56 @@ class Owned:
 
 def reclaim(parent: Path, kind: str) -> list[Path]:
     """Remove what dead processes of this user left below `parent`, and return it."""
-    removed = []
-    for path in parent.glob(f"{_PREFIX}-{kind}-*"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # another user's, or gone meanwhile
-        try:
-            if os.fstat(fd).st_uid == os.geteuid() and _lock(fd):
-                _remove(path)
-                removed.append(path)
-                _log.info("removed %s, left behind by a process that is gone", path)
-        finally:
-            os.close(fd)
-    return removed
+    return [path for path in _left_below(parent, kind) if _reclaim_one(path)]
 
 
 def is_held(parent: Path, kind: str) -> bool:
     """Whether a process that lives owns something of this kind below `parent`."""
-    for path in parent.glob(f"{_PREFIX}-{kind}-*"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # another user's, or gone meanwhile
-        try:
-            if not _lock(fd):
-                return True
-        finally:
-            os.close(fd)
-    return False
+    return any(_is_locked(path) for path in parent.glob(f"{_PREFIX}-{kind}-*"))
+
+
+def _left_below(parent: Path, kind: str) -> list[Path]:
+    """What may be without an owner; of the hidden, what its maker had time enough to lock."""
+    hidden = parent.glob(f".{_PREFIX}-{kind}-*")
+    return [*parent.glob(f"{_PREFIX}-{kind}-*"), *(path for path in hidden if _is_old(path))]
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.lstat().st_mtime > _HIDDEN_S
+    except OSError:
+        return False  # it has its name by now
+
+
+def _reclaim_one(path: Path) -> bool:
+    fd = _opened(path)
+    if fd is None:
+        return False
+    try:
+        if os.fstat(fd).st_uid != os.geteuid() or not _lock(fd, fcntl.LOCK_EX):
+            return False
+        _remove(path)
+    finally:
+        os.close(fd)
+    _log.info("removed %s, left behind by a process that is gone", path)
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    fd = _opened(path)
+    if fd is None:
+        return False
+    try:
+        return not _lock(fd, fcntl.LOCK_SH)  # two that look do not take each other for the owner
+    finally:
+        os.close(fd)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None  # another user's, or gone meanwhile
 
 
 def _new_name(kind: str) -> str:
@@ -100,21 +117,24 @@ def _new_name(kind: str) -> str:
     return f"{_PREFIX}-{kind}-{boot}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def _keep(fd: int, path: Path) -> bool:
-    """Lock what was just made. False when a process that reclaims was faster: then it is gone, make another."""
-    if _lock(fd):
-        try:
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return True
-        except FileNotFoundError:
-            pass
-    os.close(fd)
-    return False
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
 
 
-def _lock(fd: int) -> bool:
+def _publish(fd: int, path: Path) -> int:
+    """Lock what was just made and is hidden, then give it its name. Returns `fd`."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        _hidden(path).rename(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -89,7 +89,8 @@ def run(config: "ClusterConfig", launch_options: "LaunchOptions") -> None:
     from cluster.cli.foreground import launched
 
     console = Console()
-    console.print(f"serving {config.model} with {config.tensor_parallel_size} rank(s)", highlight=False)
+    each = f" in each of {config.replicas} replicas" if config.replicas > 1 else ""
+    console.print(f"serving {config.model} with {config.tensor_parallel_size} rank(s){each}", highlight=False)
     with launched(config, launch_options, console) as serving:
         console.print(
             f"\nready after {serving.progress.elapsed_s:.1f} s: {serving.url}/v1   model: {serving.model}\n"

@@ -23,8 +23,10 @@ def show_token(token_file: Path) -> None:
 
 
 def what_is_shown() -> str:
-    """In words: the mode that the environment of this process sets, and how to show another token."""
+    """In words: which token the environment of this process makes Ray show, and how to show another."""
     mode = os.environ.get(_MODE)
+    if mode == "token":
+        return f"with {_MODE}=token the one in the file {_PATH}={os.environ.get(_PATH, '')} is shown"
     return f"{_MODE} is {mode or 'not set'} here; with {_MODE}=token the one in the file {_PATH} is shown"
 
 

@@ -49,10 +49,12 @@ class RunFolder:
     def close(self, *, grace_s: float) -> list[str]:
         """End what writes there, remove the folder, and name the processes that had to be killed. Idempotent."""
         killed = end_processes(self.path, grace_s=grace_s) if self.path.exists() else []
-        _remove(self.path)
-        _reclaim_elsewhere()
-        self._owner.close()
         self._is_closed = True
+        try:
+            _remove(self.path)
+            _reclaim_elsewhere()
+        finally:
+            self._owner.close()
         return killed
 
     def _remove_what_came_later(self) -> None:

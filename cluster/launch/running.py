@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.errors import Unavailable
+from cluster.errors import StartupFailed, Unavailable
 from cluster.launch import ray_auth, ray_node
-from cluster.launch.preflight import answers, running_ray
+from cluster.launch.preflight import answers, check_noted_ray, running_ray
 from cluster.launch.run_folder import live_folders
 
 _ADDRESS_FILE = "ray_address"
@@ -61,6 +61,11 @@ def join_ray(address: str | None) -> None:
     chosen = address or choose(ours, running_ray(os.environ), os.environ)
     if ":" in chosen and "://" not in chosen and not answers(chosen):
         raise Unavailable(f"nothing answers at {chosen}: no Ray cluster runs there")
+    if chosen == "auto":
+        try:
+            check_noted_ray(os.environ)
+        except StartupFailed as error:
+            raise Unavailable(str(error)) from error
     for one in ours:
         if one.address == chosen:
             ray_auth.show_token(ray_node.token_file(one.folder))

@@ -1,14 +1,16 @@
 """Files that belong to a process: private, named for their owner, reclaimed once it is dead."""
 
+import fcntl
 import os
 import stat
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.workers.processes import spawn_ranks
-from workers.ownership import Owned, reclaim
+from workers.ownership import Owned, is_held, reclaim
 
 
 def hold_both(_: int, connection: Connection, parent: Path) -> None:
@@ -52,6 +54,45 @@ def test_what_a_living_process_holds_stays_and_what_a_dead_one_held_goes(tmp_pat
         owner.kill()
         assert set(reclaim(tmp_path, "held")) == held
     assert set(tmp_path.iterdir()) == {other_kind, strangers}
+
+
+@pytest.mark.parametrize("make", [Owned.folder, Owned.file])
+def test_nobody_takes_what_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """Those who look come at the worst moments: before it is locked, and before it has its name."""
+    seen: list[object] = []
+    lock = fcntl.flock
+
+    def looked_at(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        seen.extend([is_held(tmp_path, "held"), reclaim(tmp_path, "held")])
+        lock(fd, how)
+        seen.extend([is_held(tmp_path, "held"), reclaim(tmp_path, "held")])
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    owned = make(tmp_path, "held")
+    assert seen == [False, [], False, []]
+    assert list(tmp_path.iterdir()) == [owned.path]
+    assert is_held(tmp_path, "held")
+    assert reclaim(tmp_path, "held") == []
+    owned.close()
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_was_never_locked_goes_when_it_is_old(tmp_path: Path, make: Any) -> None:
+    hidden = tmp_path / ".shardserve-held-0-1-0"
+    make(hidden)
+    assert reclaim(tmp_path, "held") == []
+    os.utime(hidden, (0, 0))
+    assert reclaim(tmp_path, "held") == [hidden]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_that_look_are_no_owners(tmp_path: Path) -> None:
+    path = tmp_path / "shardserve-held-0-1-0"
+    path.touch()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not is_held(tmp_path, "held")
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

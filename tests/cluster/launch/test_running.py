@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import Unavailable
+from cluster.errors import StartupFailed, Unavailable
+from cluster.launch import running
 from cluster.launch.run_folder import RunFolder
 from cluster.launch.running import RunningRay, choose, join_ray, note_address, running_here
 
@@ -59,3 +60,15 @@ def test_an_address_where_nothing_answers_is_unavailable_at_once() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(Unavailable, match=f"nothing answers at {address}"):
         join_ray(address)
+
+
+def test_the_cluster_that_ray_has_noted_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(environment: object) -> None:
+        raise StartupFailed("the Ray cluster noted there does not answer")
+
+    monkeypatch.setattr(running, "running_here", list)
+    monkeypatch.setattr(running, "running_ray", lambda environment: None)
+    monkeypatch.setattr(running, "check_noted_ray", refuse)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(Unavailable, match="noted there does not answer"):
+        join_ray(None)

@@ -90,7 +90,7 @@ def check_noted_ray(environment: Mapping[str, str], ray_folder: Path = _RAY_FOLD
     if not environment.get("RAY_ADDRESS") and noted is not None and not answers(noted):
         raise StartupFailed(
             f"the Ray cluster noted in {ray_folder / _NOTE} ({noted}) does not answer; "
-            f"give the address of the one that is meant, or delete that file"
+            f"give the one that is meant with --address HOST:PORT, in Python address=, or delete that file"
         )
 
 

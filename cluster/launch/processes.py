@@ -15,6 +15,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 5.0
+_STATE, _PARENT, _THREADS, _STARTED = 0, 1, 17, 19  # places in what `_stat` returns
 
 
 def processes_writing(folder: Path) -> list[int]:
@@ -102,7 +103,7 @@ def children_named(names: Collection[str]) -> list[int]:
     return [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir(_PROC)))
-        if (fields := _stat(pid)) is not None and fields[1] == own and name_of(pid).split(" ")[0] in names
+        if (fields := _stat(pid)) is not None and fields[_PARENT] == own and name_of(pid).split(" ")[0] in names
     ]
 
 
@@ -117,9 +118,9 @@ def _started(pid: int) -> str | None:
     One whose first thread has ended looks like a zombie, yet is none while it has others.
     """
     fields = _stat(pid)
-    if fields is None or (fields[0] == "Z" and int(fields[17]) <= 1):
+    if fields is None or (fields[_STATE] == "Z" and int(fields[_THREADS]) <= 1):
         return None
-    return fields[19]
+    return fields[_STARTED]
 
 
 def _stat(pid: int) -> list[str] | None:

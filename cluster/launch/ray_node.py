@@ -161,7 +161,7 @@ def logs_in(folder: Path) -> Path:
 
 
 def connect_ray(address: str, proxy: Proxy | None) -> str:
-    """Connect to a running Ray; gives its address. Raises `StartupFailed`."""
+    """Connect to a running Ray in order to serve on it; gives its address. Raises `StartupFailed`."""
     if proxy is not None:
         raise StartupFailed(
             "--proxy is for a Ray that is started here; on a running cluster RAY_SERVE_ENABLE_HA_PROXY and "
@@ -169,7 +169,12 @@ def connect_ray(address: str, proxy: Proxy | None) -> str:
         )
     if "://" in address:
         raise StartupFailed(f"{address}: Ray Client cannot carry streams; run on a node of the cluster instead")
-    if ":" in address and not answers(address):
+    return join(address)
+
+
+def join(address: str) -> str:
+    """Connect this process to a running Ray; gives its address. Raises `StartupFailed`, at once where it can."""
+    if ":" in address and "://" not in address and not answers(address):
         raise StartupFailed(f"nothing answers at {address!r}: is that the address of a Ray cluster that runs?")
     if address == "auto":
         check_noted_ray(os.environ)
@@ -178,9 +183,7 @@ def connect_ray(address: str, proxy: Proxy | None) -> str:
     try:
         context: Any = ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (RuntimeError, OSError, ValueError, ray.exceptions.RayError) as error:
-        raise StartupFailed(
-            f"cannot connect to the Ray cluster at {address!r}: {why_not_joined(error)}"
-        ) from error
+        raise StartupFailed(f"cannot connect to the Ray cluster at {address!r}: {_why_not(error)}") from error
     return str(context.address_info["gcs_address"])
 
 
@@ -191,7 +194,7 @@ def stop_ray() -> None:
     ray.shutdown()
 
 
-def why_not_joined(error: BaseException) -> str:
+def _why_not(error: BaseException) -> str:
     """Why Ray did not connect to what answers at an address. Its error does not say that a token was missing."""
     if not isinstance(error, ConnectionError):
         return telling_line(error)

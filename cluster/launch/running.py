@@ -3,7 +3,6 @@
 Knows which launches live, their addresses and their tokens; knows nothing of what is served there.
 """
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from cluster.errors import StartupFailed, Unavailable
 from cluster.launch import ray_auth, ray_node
-from cluster.launch.preflight import answers, check_noted_ray, running_ray
+from cluster.launch.preflight import running_ray
 from cluster.launch.run_folder import live_folders
 
 _ADDRESS_FILE = "ray_address"
@@ -55,21 +54,12 @@ def choose(ours: Sequence[RunningRay], known_to_ray: str | None, environment: Ma
 
 def join_ray(address: str | None) -> None:
     """Connect this process to the Ray at `address`, or to the one that runs here. Raises `Unavailable`."""
-    import ray
-
     ours = running_here()
     chosen = address or choose(ours, running_ray(os.environ), os.environ)
-    if ":" in chosen and "://" not in chosen and not answers(chosen):
-        raise Unavailable(f"nothing answers at {chosen}: no Ray cluster runs there")
-    if chosen == "auto":
-        try:
-            check_noted_ray(os.environ)
-        except StartupFailed as error:
-            raise Unavailable(str(error)) from error
     for one in ours:
         if one.address == chosen:
             ray_auth.show_token(ray_node.token_file(one.folder))
     try:
-        ray.init(address=chosen, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise Unavailable(f"no Ray cluster at {chosen}: {ray_node.why_not_joined(error)}") from error
+        ray_node.join(chosen)
+    except StartupFailed as error:
+        raise Unavailable(str(error)) from error

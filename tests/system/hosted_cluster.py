@@ -85,11 +85,11 @@ def hosted(wanted: Wanted) -> Iterator[HostedCluster]:
             process.wait()
 
 
-def settings(model: Path, ranks: int, **more: Any) -> dict[str, Any]:
+def settings(model: Path, **more: Any) -> dict[str, Any]:
     """Those that suit such a cluster."""
     return {
         "model": str(model),
-        "tensor_parallel_size": ranks,
+        "tensor_parallel_size": 2,
         "device": "cpu",
         "kv_cache_memory": "16MiB",
         "step_deadline_s": 6,

@@ -42,7 +42,7 @@ def test_streams_go_on_without_the_gcs_and_so_does_the_service_once_it_is_back(
     kind: str, counter_path: Path, tmp_path: Path
 ) -> None:
     with storage(kind, tmp_path) as environment:
-        wanted = Wanted(free_port(), [2], settings(counter_path, 2), environment)
+        wanted = Wanted(free_port(), [2], settings(counter_path), environment)
         with hosted(wanted) as cluster:
             streams = begun(cluster.url, 2)
             cluster.tell("kill-gcs")

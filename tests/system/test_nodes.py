@@ -29,7 +29,7 @@ WITHOUT_S = 5.0  # without a GCS
 @pytest.fixture(scope="module")
 def cluster(counter_path: Path) -> Iterator[HostedCluster]:
     """The GCS keeps its tables nowhere."""
-    wanted = Wanted(free_port(), [0, 1, 1], settings(counter_path, 2, spare=False), ingress_on_head=True)
+    wanted = Wanted(free_port(), [0, 1, 1], settings(counter_path, spare=False), ingress_on_head=True)
     with hosted(wanted) as cluster:
         wait_until(lambda: len(all_of(GUARD)) == 1, "the guard, which starts beside the group, is there")
         yield cluster

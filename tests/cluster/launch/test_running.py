@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupFailed, Unavailable
-from cluster.launch import running
+from cluster.launch import ray_node, running
 from cluster.launch.run_folder import RunFolder
 from cluster.launch.running import RunningRay, choose, join_ray, note_address, running_here
 
@@ -58,7 +58,7 @@ def test_of_several_the_caller_chooses(ours: list[RunningRay], known: str | None
 def test_an_address_where_nothing_answers_is_unavailable_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(Unavailable, match=f"nothing answers at {address}"):
+    with pytest.raises(Unavailable, match=f"nothing answers at '{address}'"):
         join_ray(address)
 
 
@@ -68,7 +68,7 @@ def test_the_cluster_that_ray_has_noted_may_be_gone(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(running, "running_here", list)
     monkeypatch.setattr(running, "running_ray", lambda environment: None)
-    monkeypatch.setattr(running, "check_noted_ray", refuse)
+    monkeypatch.setattr(ray_node, "check_noted_ray", refuse)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(Unavailable, match="noted there does not answer"):
         join_ray(None)

@@ -81,6 +81,7 @@ class Launch:
         """
         check_ray_choice(self.options.address, os.environ)
         if self.options.owns_ray:
+            reclaim_abandoned()  # which may hold the port
             check_port(self.options.host, self.options.port)
         search = _ModelSearch(self.config, self._progress.note)
         search.start()
@@ -104,7 +105,6 @@ class Launch:
             self.ray_address = ray_node.connect_ray(self.options.address or "auto", proxy)
             self._is_connected = True
             return
-        reclaim_abandoned()
         self._folder = RunFolder.take()
         os.environ.update(self._ray_environment(self._folder.path))
         search.join(_SEARCH_HEAD_START_S)

@@ -1,4 +1,4 @@
-"""The processes that write into a folder, and ending them. Knows /proc; knows nothing of Ray.
+"""The processes that write into a folder, and ending them. Knows /proc, and of Ray a file's name.
 
 Everything Ray starts for a session, HAProxy included, has its output or a log open in the session's folder. So
 "writes there" finds all of it, even when whoever started it is long gone, and leaves those who only read the logs.
@@ -13,13 +13,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 _PROC = Path("/proc")
+_GUESTS_LOG = "python-core-driver-"  # of a program that only connects to the Ray of the folder, beside other files
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 5.0
 _STATE, _PARENT, _THREADS, _STARTED = 0, 1, 17, 19  # places in what `_stat` returns
 
 
 def processes_writing(folder: Path) -> list[int]:
-    """Pids of this user's processes, other than this one, that have a file in `folder` open for writing."""
+    """Pids of this user's processes, other than this one, that have a file in `folder` open for writing.
+
+    Not those of users' programs: they have the log of a driver there.
+    """
     return [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir(_PROC)))
@@ -31,16 +35,18 @@ def _writes(process: Path, prefix: str) -> bool:
     try:
         if process.stat().st_uid != os.geteuid():
             return False
-        return any(_is_written(descriptor, prefix) for descriptor in (process / "fd").iterdir())
+        written = [target for each in (process / "fd").iterdir() if (target := _written(each)).startswith(prefix)]
     except OSError:
         return False  # it ended meanwhile, or is not ours to look at
+    return bool(written) and not any(os.path.basename(target).startswith(_GUESTS_LOG) for target in written)
 
 
-def _is_written(descriptor: Path, prefix: str) -> bool:
+def _written(descriptor: Path) -> str:
+    """The path of what is open for writing, or an empty one."""
     try:
-        return os.readlink(descriptor).startswith(prefix) and bool(descriptor.lstat().st_mode & stat.S_IWUSR)
+        return os.readlink(descriptor) if descriptor.lstat().st_mode & stat.S_IWUSR else ""
     except OSError:
-        return False
+        return ""
 
 
 def end_processes(folder: Path, *, grace_s: float) -> list[str]:

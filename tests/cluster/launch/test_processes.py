@@ -19,6 +19,7 @@ threading.Thread(target=time.sleep, args=(60,)).start()
 print("open", flush=True)
 ctypes.PyDLL(None).pthread_exit(None)
 """
+_GUEST = "import sys; other = open(sys.argv[1].replace('python', 'event'), 'w'); " + _HOLDS
 _STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + _HOLDS
 
 
@@ -41,6 +42,12 @@ def test_writers_are_found_and_readers_are_not(tmp_path: Path) -> None:
         found = processes_writing(tmp_path)
         assert writer.pid in found
         assert reader.pid not in found
+
+
+def test_a_users_program_that_is_connected_is_left_alone(tmp_path: Path) -> None:
+    with _holding(tmp_path / "python-core-driver-01_1.log", "a", _GUEST) as guest:
+        assert end_processes(tmp_path, grace_s=0) == []
+        assert guest.poll() is None
 
 
 def test_a_folder_whose_name_only_begins_alike_is_another(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The elementwise arithmetic between the GEMMs, one named function each, so that a fused kernel can replace one.
 
 Invariant: every function computes a row (token) from that row alone and, on a given number of intra-op threads,
-with the same bits in any batch. Knows tensors; knows nothing of parameters, ranks or models.
+with the same bits in any batch. Float32 on a CPU goes to compiled kernels where this machine has them. Knows
+tensors; knows nothing of parameters, ranks or models.
 """
 
 import math
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_shards.cpu_kernels.library import kernels_for
 from model_shards.layers.rotary import Rotation
 
 _LOOP_BYTES = 128  # of a vectorised loop of torch: two vectors of the widest kind
@@ -21,17 +23,10 @@ def rms_norm(
     weight: Tensor,  # [size]
     epsilon: float,
 ) -> Tensor:  # [..., size]
-    """In float32 on a CPU as hidden / hypot(|hidden|, sqrt(size * epsilon)) * sqrt(size) * weight.
-
-    That is half the calls of torch's own, and after the weights of a layer have streamed through the caches every
-    call runs cold.
-    """
-    size = weight.shape[0]
-    if hidden.device.type != "cpu" or hidden.dtype != torch.float32:
-        return F.rms_norm(hidden, (size,), weight, epsilon)
-    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-    divisor = torch.hypot(length, _constant(math.sqrt(size * epsilon))).mul_(size**-0.5)
-    return torch.div(hidden, divisor).mul_(weight)
+    kernels = kernels_for(hidden)
+    if kernels is not None:
+        return kernels.rms_norm(hidden, weight, epsilon)
+    return F.rms_norm(hidden, (weight.shape[0],), weight, epsilon)
 
 
 def add_rms_norm(
@@ -41,6 +36,9 @@ def add_rms_norm(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:  # both [tokens, hidden]
     """The normed sum, and the sum itself, which is the next residual."""
+    kernels = kernels_for(residual)
+    if kernels is not None:
+        return kernels.add_rms_norm(update, residual, weight, epsilon)
     residual = residual + update
     return rms_norm(residual, weight, epsilon), residual
 
@@ -83,6 +81,11 @@ def rotate_and_store(
     places: tuple[Tensor, Tensor],  # of keys and of values, each [tokens * KV heads] int64
 ) -> tuple[Tensor, Tensor]:  # queries and keys, rotated
     """Keys and values go to their places in the cache; both are also what the caller may go on with."""
+    kernels = kernels_for(cache)
+    if kernels is not None:
+        angles = None if rotation is None else (rotation.cosine, rotation.sine)
+        rotated = kernels.rotate_and_store(heads, value, angles, cache, places)
+        return rotated[:, : -value.shape[1]], rotated[:, -value.shape[1] :]
     if rotation is not None:
         heads = rotate(heads, rotation)
     query, key = heads.tensor_split((-value.shape[1],), dim=1)
@@ -99,6 +102,9 @@ def silu_and_multiply(
 
     Those are the last of each thread's part, unless every part is a number of whole vectors.
     """
+    kernels = kernels_for(gate_up)
+    if kernels is not None:
+        return kernels.silu_and_multiply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if gate_up.device.type != "cpu" or _parts_are_whole(gate.shape[-1] * gate.itemsize):
         return F.silu(gate).mul_(up)

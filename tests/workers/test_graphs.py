@@ -1,7 +1,7 @@
 """Buckets, padding and static inputs. Captures are traces here: like CUDA's they keep all that is no tensor."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from model_shards.group import SingleRank
+from model_shards.layers import ops
 from model_shards.registry import Model
 from model_shards.weights.loader import load_model
 from tests.fakes.checkpoints import write_tiny_llama
@@ -29,6 +30,14 @@ BLOCK_SIZE = 4
 MOST_ROWS = 5
 CONFIG = worker_config(block_size=BLOCK_SIZE, max_num_seqs=MOST_ROWS, max_num_batched_tokens=64, max_model_len=32)
 NUM_BLOCKS = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_torch() -> Iterator[None]:
+    """As on a GPU: a trace records torch's operations alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "kernels_for", lambda tensor: None)
+        yield
 
 
 class Tracer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_shards.cpu_kernels.library import cpu_kernels
 from model_shards.group import SingleRank
 from model_shards.layers import ops
 from model_shards.layers.rotary import Rotation
@@ -17,6 +18,7 @@ from tests.fakes.checkpoints import write_tiny_model
 from tests.workers.attention.steps import LAYER, Shape, Stream, attend, make_cache
 from tests.workers.plans import GREEDY, worker_config
 from tests.workers.test_runner import load
+from workers.attention.compiled import CompiledAttention
 from workers.attention.flash import GatheredFlash, PagedFlash, Varlen
 from workers.attention.metadata import AttentionMetadata, QueryRange
 from workers.attention.reference import ReferenceAttention, attend_by_formula, varlen_by_formula
@@ -107,8 +109,19 @@ def attend_on_a_cpu(cache: KvCache, stream: Stream) -> None:
     step.attend(LAYER, stream.heads, stream.value, None, None)
 
 
+def attend_compiled(cache: KvCache, stream: Stream) -> None:
+    kernels = cpu_kernels()
+    if kernels is None:
+        pytest.skip("this machine has no C compiler")
+    step = CompiledAttention(cache, kernels).prepare(
+        AttentionMetadata(torch.arange(5), (QueryRange(0, 5, 5),), 0, np.array([[0]]))
+    )
+    step.attend(LAYER, stream.heads, stream.value, None, None)
+
+
 ATTENTIONS: dict[str, Callable[[KvCache, Stream], object]] = {
     "on a CPU": attend_on_a_cpu,
+    "on a CPU, compiled": attend_compiled,
     "paged": lambda cache, stream: attend(
         PagedFlash(cache, Varlen(varlen_by_formula)), cache.block_size, [stream], [(0, 5)]
     ),

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import torch
 
+from model_shards.cpu_kernels.library import CpuKernels
 from model_shards.model import AttentionContext, ShardedModel
+from workers.attention.compiled import CompiledAttention, kernels_or_refusal
 from workers.attention.flash import GatheredFlash, PagedFlash, Varlen
 from workers.attention.metadata import AttentionMetadata, DeviceMetadata
 from workers.attention.sdpa import PagedAttention
@@ -38,9 +40,16 @@ class DeviceAttention(Protocol):
 
 
 def select_attention(model: ShardedModel, cache: KvCache) -> Attention:
-    """The implementation for a cache in a CPU's memory. Raises `WorkerError` for any other."""
+    """The implementation for a cache in a CPU's memory; the choice is logged with its reason. Raises `WorkerError`
+    for any other.
+    """
     if cache.device.type != "cpu":
         raise WorkerError(f"there is no attention for device {cache.device.type!r} on a CPU")
+    kernels = kernels_or_refusal(cache)
+    if isinstance(kernels, CpuKernels):
+        _log.info("attention: compiled kernels over KV blocks of %d tokens", cache.block_size)
+        return CompiledAttention(cache, kernels)
+    _log.info("attention: torch's flash attention for CPUs over gathered KV blocks: %s", kernels)
     return PagedAttention(cache, model.num_local_query_heads)
 
 

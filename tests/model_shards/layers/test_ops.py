@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_shards.cpu_kernels.library import cpu_kernels
 from model_shards.layers import ops
 from model_shards.layers.rotary import RotaryTable, Rotation
+
+
+@pytest.fixture(params=["compiled", "torch's"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which operations compute float32 on a CPU."""
+    if request.param == "torch's":
+        monkeypatch.setattr(ops, "kernels_for", lambda tensor: None)
+    elif cpu_kernels() is None:
+        pytest.skip("this machine has no C compiler")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -38,6 +48,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "rotate, 64": (rotated, [drawn(200, 5 * 64), drawn(200, 1, 64, seed=1), drawn(200, 1, 64, seed=2)]),
     "rotate, 6": (rotated, [drawn(200, 5 * 6), drawn(200, 1, 6, seed=1), drawn(200, 1, 6, seed=2)]),
     "silu_and_multiply": (ops.silu_and_multiply, [drawn(200, 2 * 672)]),
+    "rms_norm, odd": (lambda x: ops.rms_norm(x, WEIGHT[:67].to(x.dtype), 1e-5), [drawn(200, 67)]),
     "layer_norm": (
         lambda x: ops.layer_norm(x, WEIGHT.to(x.dtype), -WEIGHT.to(x.dtype), 1e-5),
         [drawn(200, 96)],

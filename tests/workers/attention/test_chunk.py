@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.attention.steps import Shape
-from tests.workers.attention.test_sdpa import attend_in_random_chunks, make_attention, make_streams
+from tests.workers.attention.test_on_a_cpu import attend_in_random_chunks, make_gathered, make_streams
 from workers.attention import chunk
 from workers.attention.chunk import ChunkKernel, by_products, chunk_kernel, fused, fused_works
 
@@ -102,8 +102,8 @@ def test_a_fused_kernel_whose_rows_depend_on_the_call_is_not_taken(monkeypatch: 
 def test_paged_attention_by_products_is_right_and_keeps_its_bits() -> None:
     shape = Shape(9, 3, head_dim=16)
     streams = make_streams(shape, 16)
-    together = attend_in_random_chunks(make_attention(shape, 200, 16), streams, None, seed=1)
+    together = attend_in_random_chunks(make_gathered(shape, 200, 16), streams, None, seed=1)
     for number, stream in enumerate(streams):
         torch.testing.assert_close(together[number], stream.expected, rtol=1e-5, atol=1e-5)
-        alone = attend_in_random_chunks(make_attention(shape, 200, 16), [stream], None, seed=number)[0]
+        alone = attend_in_random_chunks(make_gathered(shape, 200, 16), [stream], None, seed=number)[0]
         assert torch.equal(alone, together[number])

@@ -6,7 +6,10 @@ import logging
 import pytest
 import torch
 
+from model_shards.cpu_kernels.library import cpu_kernels
 from tests.workers.attention.steps import Shape
+from workers.attention import compiled
+from workers.attention.compiled import CompiledAttention
 from workers.attention.flash import GatheredFlash, PagedFlash, Varlen
 from workers.attention.reference import varlen_by_formula
 from workers.attention.sdpa import PagedAttention
@@ -20,9 +23,34 @@ def cache_of(block_size: int, dtype: Dtype = "bfloat16", head_dim: int = 16) -> 
     return KvCache(Shape(4, 2, head_dim), num_blocks=2, block_size=block_size, dtype=dtype, device="cpu")
 
 
-def test_a_cache_in_the_hosts_memory_gets_the_cpus_attention() -> None:
-    cache = cache_of(16, "float32")
-    assert isinstance(select_attention(Shape(4, 2, 16), cache), PagedAttention)  # type: ignore[arg-type]  # as it reads
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kind", "words"),
+    [
+        ("float32", 16, CompiledAttention, "compiled kernels over KV blocks of 16 tokens"),
+        ("bfloat16", 16, PagedAttention, "compiled kernels compute in float32, not torch.bfloat16"),
+        ("float32", 12, PagedAttention, "take heads of a multiple of 8, the model's have 12"),
+    ],
+)
+def test_a_cache_in_the_hosts_memory_gets_an_attention_of_the_cpu(
+    dtype: Dtype, head_dim: int, kind: type, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if cpu_kernels() is None:
+        pytest.skip("this machine has no C compiler")
+    caplog.set_level(logging.INFO)
+    shape = Shape(4, 2, head_dim)
+    attention = select_attention(shape, cache_of(16, dtype, head_dim))  # type: ignore[arg-type]  # as it reads
+    assert type(attention) is kind
+    assert words in caplog.text
+
+
+def test_without_a_compiler_torch_attends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(compiled, "cpu_kernels", lambda: None)
+    attention = select_attention(Shape(4, 2, 16), cache_of(16, "float32"))  # type: ignore[arg-type]  # as it reads
+    assert type(attention) is PagedAttention
+    assert "there are no compiled kernels" in caplog.text
 
 
 def test_blocks_that_the_kernel_takes_are_read_in_place(caplog: pytest.LogCaptureFixture) -> None:

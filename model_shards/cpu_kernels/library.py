@@ -192,7 +192,7 @@ def cpu_kernels() -> CpuKernels | None:
 
 def kernels_for(tensor: Tensor) -> CpuKernels | None:
     """The kernels where they take such a tensor."""
-    return cpu_kernels() if tensor.dtype == torch.float32 and tensor.device.type == "cpu" else None
+    return cpu_kernels() if tensor.is_cpu and tensor.dtype is torch.float32 else None
 
 
 def _function(function: Callable[..., None], arguments: list[type]) -> Callable[..., None]:

@@ -40,6 +40,12 @@ def test_ranks_are_not_nice_unless_asked_to_be() -> None:
     assert asked["RAY_worker_niceness"] == "5"
 
 
+def test_serves_controller_looks_less_often_unless_asked_otherwise() -> None:
+    name = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S"
+    assert ray_environment(_FOLDER, "serve", {}, stats_port=1, metrics_port=2)[name] == "0.25"
+    assert ray_environment(_FOLDER, "serve", {name: "0.1"}, stats_port=1, metrics_port=2)[name] == "0.1"
+
+
 def test_haproxy_keeps_everything_in_the_folder() -> None:
     settings = ray_environment(_FOLDER, "haproxy", {}, stats_port=8501, metrics_port=8502)
     assert settings["RAY_SERVE_ENABLE_HA_PROXY"] == settings["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"

@@ -1,25 +1,19 @@
-"""kernels.c as functions of tensors: float32, contiguous, in a CPU's memory; and whether this machine has them.
+"""kernels.c as functions of tensors: float32, in a CPU's memory.
 
 Knows pointers and strides, and torch's number of threads; knows nothing of models or of what a sequence is.
 """
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from model_shards.built_in import cache_folder
-from model_shards.cpu_kernels.build import BuildRefused, built_library, find_compiler
-
-_log = logging.getLogger(__name__)
 
 HEAD_DIM_UNIT = 8  # of what `attend` takes
 _SHARED_ELEMENTS = 2**16  # from so many on, threads share the work: waking one costs some 30 us
@@ -175,24 +169,6 @@ class CpuKernels:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), "cpu-kernels")
-
-
-@cache
-def cpu_kernels() -> CpuKernels | None:
-    """Those of this machine, compiled if need be. None where there are none; the reason is in the log."""
-    try:
-        compiler = find_compiler(os.environ)
-        kernels = CpuKernels(built_library(cache_folder().parent / "cpu-kernels", compiler))
-    except (BuildRefused, OSError) as error:
-        _log.warning("torch's own operations instead of compiled ones, which are faster: %s", error)
-        return None
-    _log.info("compiled operations between the matrix products, by %s", compiler)
-    return kernels
-
-
-def kernels_for(tensor: Tensor) -> CpuKernels | None:
-    """The kernels where they take such a tensor."""
-    return cpu_kernels() if tensor.is_cpu and tensor.dtype is torch.float32 else None
 
 
 def _function(function: Callable[..., None], arguments: list[type]) -> Callable[..., None]:

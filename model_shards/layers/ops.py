@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_shards.cpu_kernels.library import kernels_for
+from model_shards.cpu_kernels.load import kernels_for
 from model_shards.layers.rotary import Rotation
 
 _LOOP_BYTES = 128  # of a vectorised loop of torch: two vectors of the widest kind

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model_shards.cpu_kernels import library
-from model_shards.cpu_kernels.build import BuildRefused, built_library, find_compiler
-from model_shards.cpu_kernels.library import cpu_kernels
+from model_shards.cpu_kernels import load
+from model_shards.cpu_kernels.build import SOURCE, BuildRefused, built_library, find_compiler
+from model_shards.cpu_kernels.load import cpu_kernels
 
 
 def program(path: Path, script: str) -> str:
@@ -115,6 +115,28 @@ def test_a_library_that_cannot_be_loaded_is_said_once_and_torch_computes(
         cpu_kernels.cache_clear()
 
 
+def test_a_library_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that takes every constant 0.5 for 0.4."""
+    try:
+        compiler = find_compiler(os.environ)
+    except BuildRefused as refusal:
+        pytest.skip(str(refusal))
+    wrong = (tmp_path / "wrong.c").absolute()
+    wrong.write_text(SOURCE.read_text().replace("5.0000001201e-1f", "4.0e-1f"))
+    script = f'exec {compiler} $(echo "$@" | sed "s|{SOURCE}|{wrong}|")'
+    monkeypatch.setenv("SHARDSERVE_CC", program(tmp_path / "cc", script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cpu_kernels.cache_clear()
+    try:
+        assert cpu_kernels() is None
+        assert "silu_and_multiply, as" in caplog.text
+        assert "is not right" in caplog.text
+    finally:
+        cpu_kernels.cache_clear()
+
+
 def test_the_real_source_compiles_here_where_there_is_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,7 +145,7 @@ def test_the_real_source_compiles_here_where_there_is_a_compiler(
     except BuildRefused as refusal:
         pytest.skip(str(refusal))
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(library, "cache_folder", lambda: tmp_path / "models")
+    monkeypatch.setattr(load, "cache_folder", lambda: tmp_path / "models")
     cpu_kernels.cache_clear()
     try:
         assert cpu_kernels() is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_shards.cpu_kernels.library import cpu_kernels
+from model_shards.cpu_kernels.load import cpu_kernels
 from model_shards.layers import ops
 from model_shards.layers.rotary import RotaryTable, Rotation
 

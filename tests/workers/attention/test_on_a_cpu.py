@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_shards.cpu_kernels.library import cpu_kernels
+from model_shards.cpu_kernels.load import cpu_kernels
 from tests.workers.attention.steps import Shape, Stream, make_cache
 from workers.attention.compiled import CompiledAttention
 from workers.attention.metadata import AttentionMetadata, QueryRange

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from model_shards.cpu_kernels.library import cpu_kernels
+from model_shards.cpu_kernels.load import cpu_kernels
 from tests.workers.attention.steps import Shape
 from workers.attention import compiled
 from workers.attention.compiled import CompiledAttention

@@ -1,7 +1,7 @@
 /* What a CPU computes between its matrix products, in float32: norms, rotation, SwiGLU's gate, paged attention.
  *
- * Owns no memory and calls nothing but libm. library.py says what each function is given and checks it. In all of
- * them `part` of `parts` threads does its share.
+ * Owns no memory and calls nothing but libm. library.py says what each function is given; nothing is checked here. In
+ * all of them `part` of `parts` threads does its share.
  *
  * Invariant: what belongs to one token is computed by one function that is never inlined, so with the same machine
  * code whatever else is in the batch, and in an order that depends on that token alone. So its bits do too.
@@ -19,8 +19,8 @@ enum {
   SLICE = 4,        /* vectors of two results that stay in registers while all values of a tile are added */
 };
 
-typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 static inline vector load(const float *from) { return *(const vector *)from; }
 static inline void store(float *to, vector values) { *(vector *)to = values; }
@@ -136,8 +136,9 @@ void silu_and_multiply(float *out, const float *gate_up, int64_t count, int64_t 
   }
 }
 
-static __attribute__((noinline)) void rotate_head(float *out, const float *head, const float *cosine,
-                                                  const float *sine, int64_t dim) {
+static __attribute__((noinline)) void rotate_head(float *restrict out, const float *restrict head,
+                                                  const float *restrict cosine, const float *restrict sine,
+                                                  int64_t dim) {
   int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i++) {
     float a = head[i], b = head[half + i];

@@ -3,11 +3,11 @@
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from model_shards.cpu_kernels import load
 from model_shards.cpu_kernels.build import SOURCE, BuildRefused, built_library, find_compiler
 from model_shards.cpu_kernels.load import cpu_kernels
 
@@ -101,54 +101,51 @@ def test_which_compiler(tmp_path: Path, compiler: str) -> None:
         find_compiler({**path, "SHARDSERVE_CC": "none"})
 
 
+@pytest.fixture
+def real_compiler() -> Iterator[str]:
+    """That of this machine; what was loaded before is forgotten, and what a test loads afterwards."""
+    cpu_kernels.cache_clear()
+    try:
+        yield find_compiler(os.environ)
+    except BuildRefused as refusal:
+        pytest.skip(str(refusal))
+    finally:
+        cpu_kernels.cache_clear()
+
+
 def test_a_library_that_cannot_be_loaded_is_said_once_and_torch_computes(
-    tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    real_compiler: str,
+    tmp_path: Path,
+    compiler: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("SHARDSERVE_CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_kernels.cache_clear()
-    try:
-        assert cpu_kernels() is None
-        assert cpu_kernels() is None
-        assert caplog.text.count("torch's own operations instead of compiled ones") == 1
-    finally:
-        cpu_kernels.cache_clear()
+    assert cpu_kernels() is None
+    assert cpu_kernels() is None
+    assert caplog.text.count("torch's own operations instead of compiled ones") == 1
 
 
 def test_a_library_that_computes_something_else_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    real_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A compiler that takes every constant 0.5 for 0.4."""
-    try:
-        compiler = find_compiler(os.environ)
-    except BuildRefused as refusal:
-        pytest.skip(str(refusal))
-    wrong = (tmp_path / "wrong.c").absolute()
+    """A compiler that takes a constant 0.5 for 0.4."""
+    wrong = tmp_path / "wrong.c"
     wrong.write_text(SOURCE.read_text().replace("5.0000001201e-1f", "4.0e-1f"))
-    script = f'exec {compiler} $(echo "$@" | sed "s|{SOURCE}|{wrong}|")'
+    script = f'exec {real_compiler} $(echo "$@" | sed "s|{SOURCE}|{wrong}|")'
     monkeypatch.setenv("SHARDSERVE_CC", program(tmp_path / "cc", script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cpu_kernels.cache_clear()
-    try:
-        assert cpu_kernels() is None
-        assert "silu_and_multiply, as" in caplog.text
-        assert "is not right" in caplog.text
-    finally:
-        cpu_kernels.cache_clear()
+    assert cpu_kernels() is None
+    assert "silu_and_multiply, as" in caplog.text
+    assert "is not right" in caplog.text
 
 
 def test_the_real_source_compiles_here_where_there_is_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    real_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    try:
-        compiler = find_compiler(os.environ)
-    except BuildRefused as refusal:
-        pytest.skip(str(refusal))
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(load, "cache_folder", lambda: tmp_path / "models")
-    cpu_kernels.cache_clear()
-    try:
-        assert cpu_kernels() is not None
-        assert f"by {compiler}" in caplog.text
-    finally:
-        cpu_kernels.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu_kernels() is not None
+    assert f"by {real_compiler}" in caplog.text
+    assert list((tmp_path / "shardserve" / "cpu-kernels").glob("*.so"))

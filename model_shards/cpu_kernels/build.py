@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -48,22 +49,25 @@ def built_library(
 ) -> Path:
     """The library in `folder`, compiled now unless the same compiler did so for the same CPU and source.
 
-    Several processes may come here at once: each makes its own file and puts it in place whole. Raises
+    Its name ends with the hash of its content: to load a file that a power cut or a copy has damaged may end the
+    process. Several processes may come here at once: each makes its own file and puts it in place whole. Raises
     `BuildRefused`.
     """
-    library = folder / f"{_fingerprint(compiler, source, cpuinfo)}.so"
-    if library.is_file():
-        return library
+    fingerprint = _fingerprint(compiler, source, cpuinfo)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for library in folder.glob(f"{fingerprint}-*.so"):
+            if library.name == _name(fingerprint, library.read_bytes()):  # else the new one takes its place
+                return library
         _clear_away(folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
-            made = Path(scratch) / library.name
+            made = Path(scratch) / "made.so"
             _compile([compiler, *_FLAGS, "-o", str(made), str(source), "-lm"])
-            made.replace(library)
+            if not made.is_file():
+                raise BuildRefused(f"{compiler} ended well and made nothing")
+            return made.replace(folder / _name(fingerprint, made.read_bytes()))
     except OSError as error:
-        raise BuildRefused(f"{folder} cannot be written: {error}") from error
-    return library
+        raise BuildRefused(f"no library can be kept in {folder}: {error}") from error
 
 
 def _clear_away(folder: Path) -> None:
@@ -75,17 +79,30 @@ def _clear_away(folder: Path) -> None:
 
 
 def _compile(command: list[str]) -> None:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
-        )
+        _, said = process.communicate(timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
         raise BuildRefused(f"{command[0]} did not end within {_DEADLINE_S:g} s") from None
-    except OSError as error:
-        raise BuildRefused(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode != 0:
-        said = " | ".join(done.stderr.strip().splitlines()[:_MOST_LINES])
-        raise BuildRefused(f"{command[0]} failed ({done.returncode}): {said}")
+    finally:
+        if process.returncode is None:  # it has children, which would live on
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        first = " | ".join(said.strip().splitlines()[:_MOST_LINES])
+        raise BuildRefused(f"{command[0]} failed ({process.returncode}): {first}")
+
+
+def _name(fingerprint: str, content: bytes) -> str:
+    return f"{fingerprint}-{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
 def _fingerprint(compiler: str, source: Path, cpuinfo: Path) -> str:

@@ -49,7 +49,7 @@ class CpuKernels:
     """The functions of a compiled library. Invariant: a token's results have the same bits in any batch."""
 
     def __init__(self, library: Path) -> None:
-        """Raises OSError when it cannot be loaded."""
+        """Raises OSError when it cannot be loaded and AttributeError when it has other functions."""
         loaded = ctypes.CDLL(str(library))
         pointer, whole = c_void_p, c_int64
         parts = [whole, whole]

@@ -27,7 +27,7 @@ def cpu_kernels() -> CpuKernels | None:
         wrong = wrong_function(kernels)
         if wrong is not None:
             raise BuildRefused(f"{wrong}, as {compiler} made it, is not right")
-    except (BuildRefused, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (BuildRefused, OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home folder
         _log.warning("torch's own operations instead of compiled ones, which are faster: %s", error)
         return None
     _log.info("compiled operations between the matrix products, by %s", compiler)

@@ -3,11 +3,13 @@
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from model_shards.cpu_kernels import build
 from model_shards.cpu_kernels.build import SOURCE, BuildRefused, built_library, find_compiler
 from model_shards.cpu_kernels.load import cpu_kernels
 
@@ -62,7 +64,7 @@ def test_another_source_cpu_or_compiler_has_a_library_of_its_own(tmp_path: Path,
     ("script", "words"),
     [
         ("echo first >&2; echo second >&2; exit 3", r"failed \(3\): first \| second"),
-        ("exit 0", "cannot be written"),  # and made nothing
+        ("exit 0", "ended well and made nothing"),
     ],
 )
 def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, script: str, words: str) -> None:
@@ -72,9 +74,31 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, script: str, words: s
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("left", [0, 1, 7])
+def test_a_damaged_library_is_made_anew(tmp_path: Path, compiler: str, left: int) -> None:
+    """To load one that is cut short may end the process by SIGBUS."""
+    library = built_library(tmp_path / "cache", compiler)
+    os.truncate(library, left)
+    assert built_library(tmp_path / "cache", compiler) == library
+    assert library.read_text() == "library\n"
+    assert calls(compiler) == 2
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_DEADLINE_S", 0.5)
+    child = tmp_path / "child"
+    with pytest.raises(BuildRefused, match=r"did not end within 0\.5 s"):
+        built_library(tmp_path / "cache", program(tmp_path / "cc", f"sleep 600 & echo $! >{child}; wait"))
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path: Path, compiler: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BuildRefused, match="cannot be written"):
+    with pytest.raises(BuildRefused, match="no library can be kept in"):
         built_library(tmp_path / "file" / "folder", compiler)
 
 
@@ -125,6 +149,18 @@ def test_a_library_that_cannot_be_loaded_is_said_once_and_torch_computes(
     assert cpu_kernels() is None
     assert cpu_kernels() is None
     assert caplog.text.count("torch's own operations instead of compiled ones") == 1
+
+
+def test_a_library_without_our_functions_is_not_used(
+    real_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = tmp_path / "empty.c"
+    empty.write_text("int nothing;\n")
+    script = f'exec {real_compiler} $(echo "$@" | sed "s|{SOURCE}|{empty}|")'
+    monkeypatch.setenv("SHARDSERVE_CC", program(tmp_path / "cc", script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cpu_kernels() is None
+    assert "undefined symbol" in caplog.text
 
 
 def test_a_library_that_computes_something_else_is_not_used(

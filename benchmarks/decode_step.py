@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from model_shards.cpu_kernels.library import CpuKernels
+from model_shards.cpu_kernels.kernels import CpuKernels
 from model_shards.sources import resolve_model
 from model_shards.weights.loader import load_model
 from workers.config import Dtype, WorkerConfig

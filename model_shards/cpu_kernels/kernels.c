@@ -1,6 +1,6 @@
 /* What a CPU computes between its matrix products, in float32: norms, rotation, SwiGLU's gate, paged attention.
  *
- * Owns no memory and calls nothing but libm. library.py says what each function is given; nothing is checked here. In
+ * Owns no memory and calls nothing but libm. kernels.py says what each function is given; nothing is checked here. In
  * all of them `part` of `parts` threads does its share.
  *
  * Invariant: what belongs to one token is computed by one function that is never inlined, so with the same machine

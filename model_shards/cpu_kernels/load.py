@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model_shards.built_in import cache_folder
 from model_shards.cpu_kernels.build import BuildRefused, built_library, find_compiler
-from model_shards.cpu_kernels.library import CpuKernels
+from model_shards.cpu_kernels.kernels import CpuKernels
 from model_shards.cpu_kernels.probe import wrong_function
 
 _log = logging.getLogger(__name__)

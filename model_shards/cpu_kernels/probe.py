@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_shards.cpu_kernels.library import CpuKernels, PagedQueries
+from model_shards.cpu_kernels.kernels import CpuKernels, PagedQueries
 
 _TOKENS, _QUERY_HEADS, _KV_HEADS, _HEAD_DIM = 37, 6, 2, 40
 _BLOCK_SIZE, _WINDOW = 4, 9

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_shards.cpu_kernels.library import HEAD_DIM_UNIT, CpuKernels, PagedQueries
+from model_shards.cpu_kernels.kernels import HEAD_DIM_UNIT, CpuKernels, PagedQueries
 from model_shards.cpu_kernels.load import cpu_kernels
 from model_shards.layers.rotary import Rotation
 from workers.attention.metadata import AttentionMetadata

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from model_shards.cpu_kernels.library import CpuKernels
+from model_shards.cpu_kernels.kernels import CpuKernels
 from model_shards.model import AttentionContext, ShardedModel
 from workers.attention.compiled import CompiledAttention, kernels_or_refusal
 from workers.attention.flash import GatheredFlash, PagedFlash, Varlen

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model_shards.cpu_kernels.library import CpuKernels
+from model_shards.cpu_kernels.kernels import CpuKernels
 from model_shards.cpu_kernels.load import cpu_kernels
 
 

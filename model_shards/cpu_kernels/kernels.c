@@ -295,19 +295,19 @@ static void find_tile(const float **keys, const float **values, const attention 
 }
 
 /* Up to TILE_ROWS rows of a sequence and the query heads of one KV head. A row is a query head of a token; those of
- * a token follow each other. Rows go in pairs; an odd one is computed twice, since a row alone would need machine
- * code of its own. A pair's keys are those that either sees: for the other their weights are 0, which changes
+ * a token follow each other. Rows go in pairs; an odd one is a pair with itself, to the same place, since a row alone
+ * would need machine code of its own. A pair's keys are those that either sees: for the other their weights are 0, which changes
  * nothing. */
-static void attend_tile(const attention *a, const sequence *s, int64_t kv_head, int64_t start, float *spare) {
+static void attend_tile(const attention *a, const sequence *s, int64_t kv_head, int64_t start) {
   const float *keys[TILE_KEYS], *values[TILE_KEYS];
-  softmax_row rows[TILE_ROWS + 1];
-  int64_t positions[TILE_ROWS + 1];
+  softmax_row rows[TILE_ROWS];
+  int64_t positions[TILE_ROWS];
   const int64_t group = a->num_query_heads / a->num_kv_heads, left = s->count * group - start;
   const int count = (int)(left < TILE_ROWS ? left : TILE_ROWS), even = count + count % 2;
   for (int i = 0; i < even; i++) {
     const int64_t at = start + (i < count ? i : i - 1), token = s->row + at / group;
     const int64_t head = kv_head * group + at % group;
-    float *out = i < count ? a->out + (token * a->num_query_heads + head) * a->dim : spare;
+    float *out = a->out + (token * a->num_query_heads + head) * a->dim;
     rows[i] = (softmax_row){a->query + token * a->query_stride + head * a->dim, out, -INFINITY, 0.0f, 0, 0};
     positions[i] = s->context - s->count + at / group;
     memset(out, 0, (size_t)a->dim * sizeof(float));
@@ -329,15 +329,14 @@ static void attend_tile(const attention *a, const sequence *s, int64_t kv_head, 
   for (int i = 0; i < count; i++) scale_row(rows[i].out, 1.0f / rows[i].weights, a->dim);
 }
 
-/* `queries` has row, count and context of each sequence, `tables` its blocks, `spare` room for a head for each
- * part. */
+/* `queries` has row, count and context of each sequence, `tables` its blocks. */
 void attend(const attention *a, const int64_t *queries, const int64_t *tables, int64_t table_width,
-            int64_t num_sequences, float *spare, int64_t part, int64_t parts) {
+            int64_t num_sequences, int64_t part, int64_t parts) {
   int64_t unit = 0;
   for (int64_t i = 0; i < num_sequences; i++) {
     const sequence s = {tables + i * table_width, queries[3 * i], queries[3 * i + 1], queries[3 * i + 2]};
     for (int64_t kv_head = 0; kv_head < a->num_kv_heads; kv_head++)
       for (int64_t start = 0; start < s.count * (a->num_query_heads / a->num_kv_heads); start += TILE_ROWS)
-        if (unit++ % parts == part) attend_tile(a, &s, kv_head, start, spare + part * a->dim);
+        if (unit++ % parts == part) attend_tile(a, &s, kv_head, start);
   }
 }

@@ -60,7 +60,7 @@ class CpuKernels:
             loaded.rotate_and_store,
             [pointer, pointer, whole, pointer, whole, *[pointer] * 5, *[whole] * 4, *parts],
         )
-        self._attend = _function(loaded.attend, [*[pointer] * 3, whole, whole, pointer, *parts])
+        self._attend = _function(loaded.attend, [*[pointer] * 3, whole, whole, *parts])
 
     def rms_norm(
         self,
@@ -152,9 +152,9 @@ class CpuKernels:
             window or 0,
             head_dim**-0.5,
         )
-        tables, spare = queries.tables, torch.empty((torch.get_num_threads(), head_dim))
+        tables = queries.tables
         pointers = (ctypes.byref(about), queries.rows.data_ptr(), tables.data_ptr())
-        arguments = (*pointers, tables.shape[1], len(tables), spare.data_ptr())
+        arguments = (*pointers, tables.shape[1], len(tables))
         self._share(queries.num_scores * query.shape[1], _SHARED_SCORES, self._attend, arguments)
         return out
 

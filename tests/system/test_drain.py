@@ -164,9 +164,7 @@ def test_one_request_may_ask_both_replicas_at_once(rolling: Served) -> None:
     body = {"model": "counter", "prompt": starts, "max_tokens": 20}
     answer = httpx.post(f"{rolling.url}/v1/completions", json=body, timeout=START_S)
     assert [choice["text"] for choice in answer.json()["choices"]] == [counted(start, 20) for start in starts]
-    scraped = httpx.get(f"{rolling.url}/metrics", timeout=START_S).text
-    received = re.findall(r'^shardserve_requests_received_total\{.*driver="(\w+)"', scraped, re.MULTILINE)
-    assert len(set(received)) == 2, scraped
+    assert len(received_by_driver(rolling)) == 2
 
 
 def test_a_redeployment_cuts_no_stream(rolling: Served, counter_path: Any, say: Callable[[str], None]) -> None:
